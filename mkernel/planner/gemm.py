@@ -259,7 +259,9 @@ def _spec(
 ) -> KernelSpec:
     """Calls of many sizes have the same kernel. But for what is specialized, it depends on the world, the operands and the tile."""
     fields = {"kN": problem.n, "kK": problem.k} | dict(zip(("kIntraComm", "kInterSend", "kInterReduce"), ctas, strict=True))
-    constants = constants_of(fields, specialize) | {
+    # A single k step that is known makes a tile straight code, for whose wgmma ptxas may find no registers: then it serializes them.
+    compiled_in = specialize - {"k"} if problem.k <= BLOCK_K else specialize
+    constants = constants_of(fields, compiled_in) | {
         "kBlockN": tile.block_n,
         "kStages": tile.stages,
         "kResultBuffers": tile.buffers,

@@ -110,10 +110,15 @@ def test_no_kernel_needs_local_memory(rng: np.random.Generator, caplog: pytest.L
 
 
 def test_kernels_that_needed_local_memory(caplog: pytest.LogCaptureFixture) -> None:
-    """One word of the warp that loads; the epoch, in uniform registers until consumers had none left for it; 16 rows with weights."""
+    """One word of the warp that loads; the epoch, in uniform registers until consumers had none left for it; 16 rows with weights.
+
+    And one k step, compiled in, which made a tile straight code with no registers for wgmma.
+    """
     attention = RingAttentionProblem(Topology(4, 1), 8, 2, 64, "bfloat16", False, "contiguous", 0.1, packed=True)
     fits(caplog, ring_varlen.make_plan(attention, 4096, _SMS).spec)
     dispatch = MoeDispatchGemmProblem(Topology(8, 4), 144, 7200, "bfloat16", True, 24, 9, 461, 5685, 8, False, True, 7.0)
     fits(caplog, moe_dispatch_gemm.make_plan(dispatch, _SMS).spec)
     combined = MoeCombineProblem(Topology(32, 8), 312, "float16", 16, 2, 387, 6192, True)
     fits(caplog, moe_gemm_combine.make_plan(MoeGemmCombineProblem(combined, 8680, False), 0, _SMS).spec)
+    one_step = MoeCombineProblem(Topology(4, 1), 192, "bfloat16", 8, 14, 24, 192, True)
+    fits(caplog, moe_gemm_combine.make_plan(MoeGemmCombineProblem(one_step, 64, True), 0, _SMS).spec)

@@ -128,7 +128,7 @@ def test_what_is_not_compiled_in_comes_with_the_call(rng: np.random.Generator, o
                 ),
             }
             for field, pairs in values.items():
-                compiled = field in parse(specialize)
+                compiled = field in parse(specialize) and not (field == "k" and problem.k <= 64)  # one k step never is
                 assert [constants[name] for name, _ in pairs] == [value if compiled or not value else DYNAMIC for _, value in pairs]
             given = fields
             assert given == (*(value for pairs in values.values() for _, value in pairs), split.total)
