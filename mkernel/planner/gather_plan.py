@@ -90,19 +90,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     op = OP
     of_class = (
-        *(
-            "spec",
-            "fields",
-            "columns",
-            "tiles_n",
-            "taken_columns",
-            "ctas_together",
-            "piece_box",
-            "shifts",
-            "planes",
-            "pushers",
-            "taken_group_m",
-        ),
+        *("spec", "fields", "columns", "tiles_n", "taken_columns", "ctas_together"),
+        *("piece_box", "shifts", "planes", "pushers", "taken_group_m"),
         *("of_sizes", "of_arguments", "of_maps"),
     )
 
