@@ -129,6 +129,8 @@ class Machine:
         From L2 into the shared memory of one SM.
     boost
         How many times ``sm_flops`` an SM has where few multiply: GPUs that multiply on all SMs are at their power limit.
+    load_boost
+        The same of ``sm_load``.
     l2
         From L2 to all SMs together.
     sm_shared
@@ -182,6 +184,7 @@ class Machine:
     warm: float
     sm_load: float
     boost: float
+    load_boost: float
     l2: float
     sm_shared: float
     l2_rows: float
@@ -228,6 +231,7 @@ H200 = Machine(
     # Fitted: 166 times of 22 shapes in a world of one (docs/speed_log.md, "Large tiles, taken apart"); sm_shared and l2 before these.
     sm_load=107e9,
     boost=1.08,  # and this: fitted to the same times
+    load_boost=1.33,  # fitted: 485 times of 21 shapes in a world of one (docs/speed_log.md, "Loads of small tiles")
     l2=9.7e12,  # not measured: what each slice of L2 gives in the H100, of which there are 96, not 80
     sm_shared=320e9,
     l2_rows=117e9,

@@ -31,10 +31,10 @@ _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
 _IN_STEP = 0.4  # fitted: of the time of links, that those who multiply and exchange wait between tiles, because all do at the same time
 _FOUR_TURN = 1.2e-6  # fitted: how much later clusters of four take their next tiles, where each CTA exchanges packets
 _IDLE = 0.8  # fitted: of the time in which CTAs wait for the first chunks, that they are late at the end (docs/speed_log.md)
-_PAIR_START = 0.8e-6  # fitted: how much later CTAs of a cluster begin and end, where nothing else is waited for
+_PAIR_START = 1.0e-6  # fitted: how much later CTAs of a cluster begin and end, where nothing else is waited for
 # Fitted, of swapped operands: how much later they begin in a world of one, whose kernel has more code to fetch, and how many times as long
 # sums of shares take.
-_SWAPPED_START, _SWAPPED_SUMS = 0.6e-6, 1.15
+_SWAPPED_START, _SWAPPED_SUMS = 0.8e-6, 1.15
 _SWAPPED_SUMS_START = 1.8e-6  # the same of reductions in packets, alone
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _READ_OF_ROWS, _READ_OF_PARTS = 0.93, 0.55  # fitted: what a CTA reads of its shard, of what it can write to peers (docs/speed_log.md)

@@ -26,8 +26,10 @@ LEAST_READ = 4  # rows of tiles of neighbours that read least, or nearly so
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
 _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
-_SWAPPED = {1: 1.0, 2: 1.04, 4: 1.06}  # fitted: of swapped operands, by CTAs of a cluster
-_HALVES = 1.35  # fitted, few rows between two GPUs: the same along K where a row has half a sector at either end
+_SWAPPED = {1: 0.98, 2: 1.03, 4: 1.04}  # fitted: of swapped operands, by CTAs of a cluster
+_HALVES = 1.9  # fitted, a world of one: the same along K where a row has half a sector at either end
+# Fitted: what a row takes the SM that others of its cluster load it for, of what one takes that it loads itself.
+_RECEIVED = 0.62
 _SAME_LINE = 1.15  # fitted: of a B whose rows are along K, in whole sectors, L2 answers so many times as many
 # Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
 # the same.
@@ -35,7 +37,7 @@ _APART_A, _FEW_ROWS = 1.25, 2
 _SECTOR = 32  # bytes
 # Fitted: a step whose data are there, of however few products; 240 cycles by stamps (docs/speed_log.md, "What a k step of few rows waits
 # for").
-_STEP = 0.15e-6
+_STEP = 0.14e-6
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four
 
 
@@ -157,7 +159,8 @@ def tile_cost(
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
-    clock = 1.0 if apart or beside else min(machine.boost, machine.sms / active)
+    free = 1.0 if apart or beside else machine.sms / active
+    clock = min(machine.boost, free)
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * clock * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     halved, whole = (block_n, block_m) if swapped else (block_m, block_n)
@@ -166,8 +169,9 @@ def tile_cost(
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     is_alone = cluster == cluster_n == 1
     height, width = load_rows / cluster_n, block_n / cluster  # of A and B that this CTA loads
-    # An SM takes rows of 128 bytes at its own rate, and L2 answers all SMs at one of its own.
-    of_sm = (height * of_a.of_sm + width * of_b.of_sm) * _LINE / (machine.sm_load * clock)
+    # An SM takes rows of 128 bytes at its own rate, also those that others load for it, and L2 answers all SMs at one of its own.
+    taken = max(height, _RECEIVED * load_rows) * of_a.of_sm + max(width, _RECEIVED * block_n) * of_b.of_sm
+    of_sm = taken * _LINE / (machine.sm_load * min(machine.load_boost, free))
     is_slow = not of_a.whole and (apart or (is_alone and together <= _FEW_ROWS))
     of_l2 = there * height * (_APART_A if is_slow else 1.0) / of_a.of_l2 + width / of_b.of_l2
     # What neighbours ask for at the same time it reads once, if that is whole lines; pairs ask at different times.
