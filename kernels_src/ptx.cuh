@@ -86,20 +86,19 @@ MK_DEVICE void mbarrier_arrive(uint64_t* bar) {
 MK_DEVICE void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }
+#define MK_LOOK(how)                                                                                   \
+  asm volatile("{ .reg .pred p; mbarrier." how ".shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" \
+               : "=r"(done)                                                                            \
+               : "r"(shared_address(bar)), "r"(parity)                                                 \
+               : "memory")
 MK_DEVICE bool mbarrier_try_wait(uint64_t* bar, uint32_t parity) {
   uint32_t done;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done)
-               : "r"(shared_address(bar)), "r"(parity)
-               : "memory");
+  MK_LOOK("try_wait.parity");
   return done != 0;
 }
 MK_DEVICE bool mbarrier_test(uint64_t* bar, uint32_t parity) {  // looks, where try_wait may wait for a while
   uint32_t done;
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done)
-               : "r"(shared_address(bar)), "r"(parity)
-               : "memory");
+  MK_LOOK("test_wait.parity");
   return done != 0;
 }
 MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) {  // returns once the phase of this parity has completed
@@ -137,14 +136,9 @@ MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) {
 MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) { cluster_arrive_relaxed(bar, cta); }
 // As mbarrier_wait, of this CTA's barrier, for what another CTA has released by cluster_arrive: acquire at cluster scope.
 MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) {
-  for (uint32_t done = 0; done == 0;) {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(shared_address(bar)), "r"(parity)
-                 : "memory");
-  }
+  for (uint32_t done = 0; done == 0;) MK_LOOK("try_wait.parity.acquire.cluster");
 }
-
+#undef MK_LOOK
 // Starts to fetch a tensor map, which the first copy by it would wait for.
 MK_DEVICE void prefetch_map(const abi::TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
@@ -317,6 +311,12 @@ MK_DEVICE Words any_words() {  // of whatever value, by no instruction
   Words v;
   asm("" : MK_WORDS("=r", v));
   return v;
+}
+MK_DEVICE void cluster_post_words(Words* p, uint64_t* bar, uint32_t cta, const Words& v) {  // as cluster_post, of 16 bytes
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(cluster_address(p, cta)),
+      "r"(cluster_address(bar, cta)), MK_WORDS("r", v)
+      : "memory");
 }
 MK_DEVICE float any_value() {  // the same of a float
   float v;

@@ -351,17 +351,17 @@ void mkc_bulk_load(void* smem, const void* global, uint32_t bytes, uint64_t* bar
   call.scheduler.issue(std::move(copy));
 }
 
-void mkc_cluster_post(uint32_t* p, uint64_t* bar, uint32_t rank, uint32_t value) {
+void mkc_cluster_post(void* p, uint64_t* bar, uint32_t rank, const void* value, uint32_t bytes) {
   const Call call;
   Cta& cta = cluster_cta(rank, "cluster_post");
-  const uint32_t offset = shared_offset(p, sizeof(value), sizeof(value), "cluster_post");
+  const uint32_t offset = shared_offset(p, bytes, bytes, "cluster_post");
   const uint32_t at = shared_offset(bar, sizeof(uint64_t), sizeof(uint64_t), "cluster_post");
   mbarrier_in(cta, at, "cluster_post");
-  auto copy = new_copy(Copy::kPost, cta.shared + offset, sizeof(value));
+  auto copy = new_copy(Copy::kPost, cta.shared + offset, bytes);
   copy->cta = &cta;
   copy->bar = reinterpret_cast<uint64_t*>(cta.shared + at);
-  copy->buffer.reset(new char[sizeof(value)]);
-  memcpy(copy->buffer.get(), &value, sizeof(value));
+  copy->buffer.reset(new char[bytes]);
+  memcpy(copy->buffer.get(), value, bytes);
   call.scheduler.issue(std::move(copy));
 }
 

@@ -32,9 +32,10 @@ MKC_API void mkc_mbarrier_wait(uint64_t* bar, uint32_t parity);
 
 // Clusters: `cta` is a CTA's rank in the caller's cluster, and a pointer says where in that CTA's shared memory.
 MKC_API uint32_t mkc_cluster_rank();
-MKC_API void mkc_cluster_sync();
+MKC_API void mkc_cluster_come();
+MKC_API void mkc_cluster_meet();
 MKC_API uint32_t mkc_cluster_address(const void* p, uint32_t cta);
-MKC_API void mkc_cluster_post(uint32_t* p, uint64_t* bar, uint32_t cta, uint32_t value);
+MKC_API void mkc_cluster_post(void* p, uint64_t* bar, uint32_t cta, const void* value, uint32_t bytes);
 MKC_API void mkc_cluster_arrive(uint64_t* bar, uint32_t cta, bool releases);
 
 MKC_API void mkc_fence_proxy_async(bool shared_only);

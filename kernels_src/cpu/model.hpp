@@ -30,13 +30,15 @@ struct Launch;
 struct Cta;
 struct Fiber;
 
-// The turns of the latest fence.proxy.async and of the latest acquire from another CTA, or rank, in a thread's past. Joined wherever threads
-// synchronize, so that what any thread does counts for those that come after it.
+// The turns of the latest fence.proxy.async and of the latest acquire from another CTA, or rank, in a thread's past, and whether its cluster has met.
+// Joined wherever threads synchronize, so that what any thread does counts for those that come after it.
 struct Past {
   uint64_t fenced = 0, acquired = 0;
+  bool met = false;
   void join(const Past& other) {
     if (other.fenced > fenced) fenced = other.fenced;
     if (other.acquired > acquired) acquired = other.acquired;
+    met = met || other.met;
   }
 };
 
@@ -79,6 +81,8 @@ struct Fiber {
   uint32_t shuffles = 0;  // where warp_index() has been called so far, as one number: alike for all lanes of a warp
   Waiting waiting;
   Past past;
+  bool has_come = false;                 // to the cluster's barrier, and not met,
+  uint32_t came = 0;                     // in this generation of it
   std::vector<uint32_t> dirty;           // chunks written through the generic proxy since the last proxy fence
   std::vector<uint32_t> unfenced_inits;  // mbarriers
   std::unique_ptr<StoreGroups> stores;
@@ -178,7 +182,7 @@ struct Launch {
   void (*entry)(const void*) = nullptr;
   void* parameters = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas;
-  std::vector<NamedBarrier> clusters;  // cluster_sync
+  std::vector<NamedBarrier> clusters;  // cluster_come
   uint32_t live_ctas = 0;
   uint32_t stores_in_flight = 0;
   int32_t state = kRunningLaunch;

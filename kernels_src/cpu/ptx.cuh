@@ -72,10 +72,10 @@ MK_DEVICE void mbarrier_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait
 
 // ---- clusters
 MK_DEVICE uint32_t cluster_rank() { return mkc_cluster_rank(); }
-MK_DEVICE void cluster_come() {}
-MK_DEVICE void cluster_meet() { mkc_cluster_sync(); }
+MK_DEVICE void cluster_come() { mkc_cluster_come(); }
+MK_DEVICE void cluster_meet() { mkc_cluster_meet(); }
 MK_DEVICE uint32_t cluster_address(const void* p, uint32_t cta) { return mkc_cluster_address(p, cta); }
-MK_DEVICE void cluster_post(uint32_t* p, uint64_t* bar, uint32_t cta, uint32_t v) { mkc_cluster_post(p, bar, cta, v); }
+MK_DEVICE void cluster_post(uint32_t* p, uint64_t* bar, uint32_t cta, uint32_t v) { mkc_cluster_post(p, bar, cta, &v, sizeof(v)); }
 MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, true); }
 MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, false); }
 // Its reads come before what is written then.
@@ -226,6 +226,7 @@ MK_DEVICE float reciprocal(float x) { return 1.0f / x; }
 struct alignas(16) Words {
   uint32_t word[4];
 };
+MK_DEVICE void cluster_post_words(Words* p, uint64_t* bar, uint32_t cta, const Words& v) { mkc_cluster_post(p, bar, cta, &v, sizeof(v)); }
 MK_DEVICE Words any_words() {  // inverted, as of packets, they are NaNs
   return Words{{0x80000000u, 0x80000000u, 0x80000000u, 0x80000000u}};
 }

@@ -23,7 +23,7 @@ std::string wait_text(const Cta& cta, const Waiting& w, const std::string& flag)
     case Wait::kCta:
       return format("sync_cta (%u of %u threads there)", cta.everyone.arrived, cta.live);
     case Wait::kCluster:
-      return format("cluster_sync (%u of %u threads there)", cluster_barrier(cta).arrived, live_of_cluster(cta));
+      return format("cluster_meet (%u of %u threads there)", cluster_barrier(cta).arrived, live_of_cluster(cta));
     case Wait::kWarp:
       return "the other lanes of its warp";
     case Wait::kWarpgroup:

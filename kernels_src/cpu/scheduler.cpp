@@ -382,7 +382,11 @@ void Scheduler::run_fiber(Fiber* fiber) {
   const auto leave = [&](NamedBarrier& bar, uint32_t live) {  // those who have left do not count
     if (bar.arrived != 0 && bar.arrived == live) bar.arrived = 0, ++bar.generation, wake(bar.waiting);
   };
-  if (launch.cluster > 1) leave(cluster_barrier(cta), live_of_cluster(cta));
+  if (launch.cluster > 1) {
+    NamedBarrier& bar = cluster_barrier(cta);
+    if (fiber->has_come && fiber->came == bar.generation) --bar.arrived;  // it came, and need not stay
+    leave(bar, live_of_cluster(cta));
+  }
   if (cta.live > 0) return leave(cta.everyone, cta.live);
   finish_cta(*this, cta);
   if (!launch.error.empty()) return finish_launch(launch, kFailed);

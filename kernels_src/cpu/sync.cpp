@@ -138,6 +138,10 @@ Cta& cluster_cta(uint32_t rank, const char* what) {
   const Launch& launch = *own.launch;
   if (rank >= launch.cluster) scheduler().fail_fiber("%s: CTA %u of a cluster of %u", what, rank, launch.cluster);
   Cta& cta = *launch.ctas[own.index / launch.cluster * launch.cluster + rank];
+  if (&cta != &own && !self().past.met) {
+    scheduler().fail_fiber("%s: nobody in this thread's past has met the CTAs of its cluster (cluster_meet): CTA %u may not have begun",
+                           what, rank);
+  }
   if (cta.live == 0) scheduler().fail_fiber("%s: CTA %u of the cluster has ended, and its shared memory with it", what, rank);
   return cta;
 }
@@ -444,12 +448,27 @@ uint32_t mkc_cluster_rank() {
   return cta.index % cta.launch->cluster;
 }
 
-void mkc_cluster_sync() {
+void mkc_cluster_come() {
   const Call call;
-  const Cta& cta = *call.fiber.cta;
-  NamedBarrier& bar = cluster_barrier(cta);
-  bar.expected = live_of_cluster(cta);
-  meet(call.scheduler, call.fiber, bar, true, Waiting{Wait::kCluster, 0, 0, kNever});
+  Fiber& fiber = call.fiber;
+  NamedBarrier& bar = cluster_barrier(*fiber.cta);
+  if (fiber.has_come) call.scheduler.fail_fiber("cluster_come: for the second time, without cluster_meet in between");
+  fiber.has_come = true, fiber.came = bar.generation;
+  bar.expected = live_of_cluster(*fiber.cta);
+  meet(call.scheduler, fiber, bar, false, Waiting{Wait::kCluster, 0, 0, kNever});
+}
+
+void mkc_cluster_meet() {
+  const Call call;
+  Fiber& fiber = call.fiber;
+  NamedBarrier& bar = cluster_barrier(*fiber.cta);
+  if (!fiber.has_come) call.scheduler.fail_fiber("cluster_meet: without cluster_come");
+  if (bar.generation == fiber.came) {
+    bar.waiting.push_back(&fiber);
+    call.scheduler.park(Waiting{Wait::kCluster, 0, 0, kNever});
+  }
+  fiber.has_come = false, fiber.past.met = true;
+  fiber.past.join(bar.past);
 }
 
 uint32_t mkc_cluster_address(const void* p, uint32_t cta) {  // windows that are farther apart than shared memory is large

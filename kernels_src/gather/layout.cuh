@@ -2,7 +2,7 @@
 #pragma once
 #include "comm/intra_comm.cuh"
 #include "tile/gemm.cuh"
-#include "tile/shares.cuh"
+#include "tile/cluster_sums.cuh"
 
 namespace mkernel {
 

@@ -158,7 +158,7 @@ struct Tiles : BasicOp<Config, Parameters> {
   }
 
   // ---- shares of K
-  static constexpr bool kShares = KShares::kMay, kSums = KShares::kMay;
+  static constexpr bool kShares = KShares::kMay, kSums = kShares && Shape::kClusterK == 1;
   MK_DEVICE KShares shares() const { return KShares{taken_rows() * planes() * taken_columns(), p.shares, block_rows()}; }
   MK_DEVICE char* packets(const Entered& entered) const {
     return reinterpret_cast<char*>(shared_signals(entered, p.world.local_rank)) + p.packet_offset;
@@ -186,16 +186,34 @@ struct Tiles : BasicOp<Config, Parameters> {
       }
     });
   }
-  MK_DEVICE void add_shares(const Entered& entered, const TileCoordinate& c) const {
-    if constexpr (Shape::kSwapped) return add_swapped(entered, c);
-    const uint32_t lane = ptx::lane_index(), rows = rows_of(c), row = KShares::warp() * kWarpRows + lane / 4;
+  // Where a thread stores the sum of a packet.
+  struct SumPlace {
+    char* to;
+    uint64_t row_bytes;
+    uint32_t row, rows, columns;  // in the tile, of the tile, and of C from the thread's first column on
+    MK_DEVICE void operator()(uint32_t packet, const float (&sum)[kPacketWords]) const {
+      if (packet * 8 >= columns) return;
+      if (row < rows) ptx::store_word(to + packet * 16, ptx::pack<Shape::kElement>(sum[0], sum[1]));
+      if (row + 8 < rows) ptx::store_word(to + packet * 16 + 8 * row_bytes, ptx::pack<Shape::kElement>(sum[2], sum[3]));
+    }
+  };
+  MK_DEVICE SumPlace sum_place(const TileCoordinate& c) const {
+    const uint32_t lane = ptx::lane_index(), row = KShares::warp() * kWarpRows + lane / 4;
     const uint32_t column = first_column<Config>(c) + lane % 4 * 2;
     const uint64_t first_row = uint64_t(c.plane) * plane_rows() + c.m * block_rows() + row;
     char* to = reinterpret_cast<char*>(p.c) + first_row * p.c_row_bytes + column * 2;
-    shares().add_up(entered, packets(entered), c, rows, [&](uint32_t packet, const float (&sum)[kPacketWords]) {
-      if (column + packet * 8 >= extent_n(p)) return;
-      if (row < rows) ptx::store_word(to + packet * 16, ptx::pack<Shape::kElement>(sum[0], sum[1]));
-      if (row + 8 < rows) ptx::store_word(to + packet * 16 + uint64_t(8) * p.c_row_bytes, ptx::pack<Shape::kElement>(sum[2], sum[3]));
+    return SumPlace{to, p.c_row_bytes, row, rows_of(c), extent_n(p) > column ? extent_n(p) - column : 0};
+  }
+  MK_DEVICE void add_shares(const Entered& entered, const TileCoordinate& c) const {
+    if constexpr (Shape::kSwapped) return add_swapped(entered, c);
+    shares().add_up(entered, packets(entered), c, rows_of(c), sum_place(c));
+  }
+  template <class Storage>
+  MK_DEVICE void add_in_cluster(const MaybeEntered& entered, Storage& storage, const float (&d)[Config::kBlockN / 2],
+                                const TileCoordinate& c, uint32_t round, bool has_more) const {
+    const SumPlace place = sum_place(c);
+    ClusterSums<Config>::add(storage, d, rows_of(c), round, has_more, [&](uint32_t packet, const float (&sum)[kPacketWords]) {
+      if (entered) place(packet, sum);
     });
   }
   // Where the own shard begins, from the beginning of a tile's plane on; wraps if it is in an earlier one.

@@ -234,6 +234,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   RingPosition<Shape::kResultBuffers> block;
   Trace trace(call.world, 1);
   float d[Shape::kBlockN / 2];
+  [[maybe_unused]] uint32_t rounds = 0;    // tiles whose K the cluster has shared,
+  [[maybe_unused]] bool has_more = false;  // and whether there was to be another one
 #pragma unroll 1
   while (true) {
     const TilePart item = take_item<Reader::kWarp>(storage, queue);
@@ -242,7 +244,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     if (traces && part == 0) trace.begin();
     // Packets of eight ranks leave no registers for what has been read: worked out again it costs none, and no time beside the loads.
     const TileCoordinate c = Op::kExchanges ? op.coordinate(tile) : known_place<Config, Op>(item);
-    if constexpr (Op::kShares) {
+    if constexpr (Op::kShares && Shape::kClusterK == 1) {
       if (c.is_sum) {
         if (const MaybeEntered entered = storage.entries.pass(call)) op.add_shares(*entered, c);
         if (traces) trace.end(abi::kTraceReduce, tile);
@@ -291,7 +293,12 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
         continue;
       }
     }
-    if constexpr (Op::kShares) {
+    if constexpr (Shape::kClusterK > 1) {
+      has_more = item.number + ptx::cta_count() < op.num_tiles();
+      op.add_in_cluster(storage.entries.pass(call), storage, d, c, rounds++, has_more);
+      if (traces) trace.end(abi::kTraceTile, tile);
+      continue;
+    } else if constexpr (Op::kShares) {
       if (c.is_share) {
         if (const MaybeEntered entered = storage.entries.pass(call)) op.send_share(*entered, d, c);
         if (traces) trace.end(abi::kTraceTile, tile);
@@ -300,6 +307,9 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     }
     write_blocks(call, d, op, c, storage, warpgroup, block);
     if (traces) trace.end(Op::kAdds && op.steps(c, 0) == 0 ? abi::kTraceReduce : abi::kTraceTile, tile);
+  }
+  if constexpr (Shape::kClusterK > 1) {  // where the call is skipped, the others arrive here all the same
+    if (has_more) ptx::cluster_wait(&storage.sums.taken, (rounds - 1) % 2);
   }
 }
 

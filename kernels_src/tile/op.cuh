@@ -58,7 +58,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   requires !Op::kShares || requires {
     op.send_share(entered, d, c);  // what a consumer thread has of a share,
     op.add_shares(entered, c);     // and what it adds up, and stores
-    requires Op::kSums && !Op::kAdds && !Op::kExchanges;
+    requires(Op::kSums || GemmShape<Config>::kClusterK > 1) && !Op::kAdds && !Op::kExchanges;
   };
 
   // ---- the result

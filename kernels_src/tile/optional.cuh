@@ -23,6 +23,13 @@ template <class Config>
   requires requires { Config::kClusterN; }
 constexpr uint32_t kClusterN<Config> = Config::kClusterN;
 
+// CTAs of a cluster that share K of a tile (cluster_sums.cuh).
+template <class Config>
+constexpr uint32_t kClusterK = 1;
+template <class Config>
+  requires requires { Config::kClusterK; }
+constexpr uint32_t kClusterK<Config> = Config::kClusterK;
+
 // 1 where partial tiles are added in the order of the ranks, whoever adds (multiply.cuh).
 template <class Config>
 constexpr bool kCanonical = false;

@@ -80,7 +80,7 @@ struct Pair {
 
   // All threads, when those of their CTA that initialize barriers have done so, and then before they use them.
   MK_DEVICE static void come() {
-    if constexpr (kIs) {
+    if constexpr (kIs || Shape::kClusterK > 1) {
       ptx::sync_warp();  // of some warps one lane has worked
       ptx::cluster_come();
     }

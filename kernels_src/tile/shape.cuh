@@ -77,12 +77,14 @@ struct GemmShape {
   static constexpr uint32_t kPanelBytes = kPanel * kBlockK * 2, kHalfN = kBlockN / 2;
   static constexpr bool kHasHalves = Config::kSlices == 1 && kHalfN % ((kGated ? 2 : 1) * kPanel) == 0;
   // CTAs that take tiles together: neighbours in M, which load B together, or in N, which load A together.
-  static constexpr uint32_t kCluster = optional::kCluster<Config>, kClusterN = optional::kClusterN<Config>,
-                            kClusterM = kCluster / kClusterN;
+  // (Or a cluster's CTAs share K of a tile, each with a number and loads of its own.)
+  static constexpr uint32_t kClusterK = optional::kClusterK<Config>, kCluster = optional::kCluster<Config> / kClusterK,
+                            kClusterN = optional::kClusterN<Config>, kClusterM = kCluster / kClusterN;
   static constexpr bool kPaired = kCluster > 1;
   static constexpr uint32_t kSharing = kClusterM + kClusterN - 1;  // CTAs with a stage's rows of A, or columns of B, one of them included
   static_assert(kClusterM * kClusterN == kCluster && (kCluster <= 2 || kCluster == 4), "one, two or four CTAs");
   static_assert(kCluster == 1 || (kPaired && !kGated && Config::kSlices == 1), "CTAs alone, or pairs, of whole tiles of plain products");
+  static_assert(kClusterK == 1 || (kCluster == 1 && optional::kShares<Config> && !kSwapped), "shares of K of whole tiles, unswapped");
   static_assert(!kSwapped || (!kMayBeLow && !kGated && Config::kSlices == 1), "whole tiles of plain products");
   static_assert(!kMayBeLow || (!kPaired && !kGated && Config::kSlices == 1), "of CTAs alone, whole tiles of plain products");
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out

@@ -21,7 +21,8 @@ struct Shares {
   uint32_t block_rows = 0;  // of a tile; with swapped operands a packet is two columns of two rows, and a thread has one for each 8 rows
   uint32_t together = 1;    // packets of which a slice has all or none
 
-  MK_DEVICE uint32_t count() const { return shares == 1 ? num_tiles : 2 * num_tiles * shares; }  // of numbers
+  // Of numbers. Shares of a cluster are added up by their own CTAs.
+  MK_DEVICE uint32_t count() const { return shares == 1 ? num_tiles : (Shape::kClusterK > 1 ? 1 : 2) * num_tiles * shares; }
   // The tile of a number; whether it stands for a share or a sum, and which.
   MK_DEVICE uint32_t tile_of(uint32_t number, bool& is_share, bool& is_sum, uint32_t& share) const {
     is_share = shares > 1, is_sum = is_share && number >= num_tiles * shares, share = 0;

@@ -19,6 +19,20 @@ struct Relay<1> {
   MK_DEVICE void init() {}
 };
 
+// Where the CTAs of a cluster that share K meet (cluster_sums.cuh): what they send lies in `result`.
+template <uint32_t Ctas>
+struct SumsOfCluster {
+  uint64_t filled, taken;
+  MK_DEVICE void init() {
+    ptx::mbarrier_init(&filled, 1);
+    ptx::mbarrier_init(&taken, Ctas * kConsumerWarps);
+  }
+};
+template <>
+struct SumsOfCluster<1> {
+  MK_DEVICE void init() {}
+};
+
 // Shared memory of a compute CTA. Barrier pairs: the past tense of what the arriving side has done.
 template <class Config>
 struct GemmStorage {
@@ -37,6 +51,7 @@ struct GemmStorage {
   TilePart item[kTileQueue];
   Mailbox announce;
   [[no_unique_address]] Relay<Shape::kCluster> relay;
+  [[no_unique_address]] SumsOfCluster<Shape::kClusterK> sums;
 };
 
 template <class Config>
@@ -104,6 +119,7 @@ MK_DEVICE void init_results(GemmStorage<Config>& storage) {
   for (uint32_t w = 0; w < kConsumerWarpgroups; ++w) storage.blocks[w].init(kWarpgroup / 32, 1);
   storage.entries.init();
   storage.relay.init();
+  storage.sums.init();
   storage.announce.init();  // ends with the fence for all of them
 }
 

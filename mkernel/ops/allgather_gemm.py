@@ -167,7 +167,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
     beside = frozenset({"gathered"})
-    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n", "tile_rows"})
+    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n", "tile_rows", "cluster_k"})
     modelled = True
     parameters = Parameters
     keeps = 0  # 1: shards of tagged packets are wanted in the gather buffer, too
@@ -199,7 +199,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
         return plan_allgather_gemm(problem, rows, sm_count, split, specialize=specialize, tiling=tiling, machine=machine)
 
     def mechanism(self, plan: Any) -> str:
-        shared = f", {plan.shares} share K" if plan.shares > 1 else ""
+        shared = f", {plan.shares} share K{' in clusters' if plan.cluster_k > 1 else ''}" if plan.shares > 1 else ""
         return (
             ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
             + shared

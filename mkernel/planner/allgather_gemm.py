@@ -29,7 +29,9 @@ __all__ = [
     "SUM",
     "AllGatherGemmPlan",
     "AllGatherGemmProblem",
+    "CLUSTER_K_WIDTHS",
     "Tile",
+    "left_over",
     "make_plan",
     "may_travel_in_packets",
 ]
@@ -42,6 +44,7 @@ _TAIL = 0.35  # of a tile's time: measured, where the last data come late
 _GPC_GROUP_M, _GPC_WAVES = 4, 2
 _PACKET_RANKS = 8  # of a node: more would need more registers
 _PACKET_SHARDS = 16 << 10  # bytes of all shards, for each SM, up to which they travel in packets
+CLUSTER_K_WIDTHS = 64, 128  # columns of tiles whose K clusters share: beside more there is no room for enough stages
 _TAGGED_MOST = 192  # columns of tiles: more leave no registers
 _ROW_CHUNK_BYTES = 48 * 1024  # where that is less than a row of tiles (docs/speed_log.md),
 _FLAG_BYTES = 12 * 1024  # and where a flag costs a CTA as long as so many bytes to one mate,
@@ -77,7 +80,10 @@ def make_plan(
         asked = dataclasses.replace(asked, shares=1)
     if max(asked.cluster or 1, asked.cluster_n or 1) > 1 and asked.shares is None:
         asked = dataclasses.replace(asked, shares=1)
-    if asked.tile_rows is not None:
+    if asked.cluster_k is not None and asked.cluster_k > 1:
+        asked = _sharing_in_clusters(problem, asked)
+        tile = GemmTile.summing(asked.block_n or CLUSTER_K_WIDTHS[0], asked.cluster_k)
+    elif asked.tile_rows is not None:
         asked = _swapped(problem, of_class, asked)
         tile = GemmTile.deepest(SWAPPED_ROWS)
     elif asked.block_n is not None:
@@ -142,7 +148,8 @@ def _plan_of_class(
     asks = wanted.compute is wanted.intra_comm is None and span == shares == cluster == cluster_n == 1
     if asks and not may_pay and warps_pay(problem, rows, tile, sm_count):
         wanted = dataclasses.replace(wanted, intra_comm=0)
-    chosen = pairs.complete(wanted, default, sm_count, spared, cluster * cluster_n)
+    together = cluster * cluster_n * (asked.cluster_k or 1)
+    chosen = pairs.complete(wanted, default, sm_count, spared, together, left_over(asked.cluster_k))
     few_waves = tiles <= FEW_WAVES * sm_count
     all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for chunks of several
     plain = shares == cluster == cluster_n == 1 and not swapped
@@ -165,6 +172,7 @@ def _plan_of_class(
             *(problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, cluster_n),
             swapped=swapped,
             narrow=_is_narrow(asked),
+            cluster_k=asked.cluster_k or 1,
             specialize=specialize,
         )
     if span > 1 and rows <= BLOCK_M:  # all first parts, then all second parts
@@ -280,6 +288,21 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
     span = problem.topology.size if asked.packets else asked.span or 1
     tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / SWAPPED_ROWS))
     return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
+
+
+def left_over(cluster_k: int | None) -> int:
+    """Of so many SMs one, at most, has no CTA of a cluster that shares K: an H200 has room for 30 clusters of four, and 15 of eight."""
+    return 11 if cluster_k in (4, 8) else pairs.LEFT_OVER
+
+
+def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling:
+    """What is asked for of clusters that share K. Raises TilingError where there can be none as asked for."""
+    alone = all(getattr(asked, name) in (None, 1) for name in ("span", "cluster", "cluster_n")) and not asked.packets
+    alone = alone and asked.tile_rows is None and asked.shares in (None, asked.cluster_k) and asked.block_n in (None, *CLUSTER_K_WIDTHS)
+    if problem.topology.size > 1 or problem.canonical or not alone:
+        rule = "CTAs of a cluster share K of tiles of 64 or 128 columns in a world of one, without batch_invariant, and with nothing else"
+        raise TilingError(f"{asked}: {rule}")
+    return dataclasses.replace(asked, shares=asked.cluster_k)
 
 
 def _is_narrow(asked: Tiling) -> bool:

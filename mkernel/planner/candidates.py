@@ -17,7 +17,7 @@ from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.spans import FEWEST_STEPS, most_shares
 from mkernel.planner.split import Split, SplitError
-from mkernel.planner.tiling import Tiling, TilingError
+from mkernel.planner.tiling import CLUSTER_K, Tiling, TilingError
 from mkernel.planner.topology import Topology
 
 __all__ = ["PAIRED_WIDTHS", "WIDTHS", "candidates"]
@@ -232,7 +232,18 @@ def _products(
             if (width, shares) != (rules.tile.block_n, rules.shares):
                 tiling = Tiling(width, 1, shares)
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+    yield from _sharing_in_clusters(problem, rows, sm_count, specialize)
     yield from _swapped_gathers(problem, rows, sm_count, specialize)
+
+
+def _sharing_in_clusters(problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None) -> Iterator[AllGatherGemmPlan]:
+    """K shared by the CTAs of clusters, all of which work at once."""
+    most = 1 if problem.canonical else math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
+    for width, ctas in itertools.product(allgather_gemm.CLUSTER_K_WIDTHS, CLUSTER_K):
+        taken = math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width) * ctas
+        if ctas <= most and 0 < taken <= ctas_of_clusters(sm_count, ctas, allgather_gemm.left_over(ctas)):
+            tiling = Tiling(width, cluster_k=ctas)
+            yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
 
 
 def _swapped_gathers(

@@ -86,6 +86,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     # Rows of tiles of a plane whose operands are swapped: they are as high as that needs. 0: tiles have BLOCK_M rows.
     swapped: int = 0
     narrow: bool = False  # those tiles have half as many columns
+    cluster_k: int = 1  # CTAs of a cluster that share K: all shares, or 1 (kernels_src/tile/cluster_sums.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
     op = OP
@@ -105,9 +106,10 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         packets = {"kShares": int(may_share), "kPackets": self.packets + self.tagged}
         more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
+        more |= {"kClusterK": self.cluster_k} if self.cluster_k > 1 else {}
         more |= {"kSwapped": 1} if self.swapped else {}
         more |= {"kNarrow": 1} if self.swapped and (self.packets or self.problem.topology.size == 1) else {}
-        return self.spec_with(OP, PARAMETER_BYTES, self.ctas_together, alone=1, **more)
+        return self.spec_with(OP, PARAMETER_BYTES, self.ctas_together * self.cluster_k, alone=1, **more)
 
     @derived
     def may_be_low(self) -> bool:
@@ -153,7 +155,9 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class: all at once, because every call of a new size needs all."""
-        span, cluster, together, columns, taken_columns, computing, total, slices, shares, pushers, row_bytes, swapped = self.of_sizes
+        span, cluster, together, columns, taken_columns, computing, total, slices, shares, pushers, row_bytes, swapped, least = (
+            self.of_sizes
+        )
         plane_rows = span * rows
         if swapped:
             block_rows = height_of(plane_rows, swapped)
@@ -164,11 +168,11 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         taken_rows = -(-tile_rows // cluster)
         tiles, taken = columns * tile_rows, taken_columns * taken_rows
         sliced = sliced_tiles(tiles, computing or 1, total) if slices > 1 else 0
-        if shares > 1 and taken:
+        if shares > 1 and taken and share_bytes:
             shares = max(1, min(shares, abi.PACKET_BYTES // (taken * share_bytes)))
         grid = total
         if not pushers:  # else each has chunks to push
-            grid += min(0, max(1, taken * shares + (slices - 1) * sliced) * together - computing)
+            grid += min(0, max(least, taken * shares + (slices - 1) * sliced) * together - computing)
         return sizes_of((plane_rows, tile_rows, taken_rows, taken, tiles, tiles - sliced, grid, shares, *tail, block_rows, stages))
 
     @property
@@ -182,13 +186,25 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def of_sizes(self) -> tuple[int, ...]:
         """What ``sizes_of`` starts from.
 
-        Span, clusters, columns of tiles and of what clusters take, CTAs, slices, shares, bytes of packets of a row of a share's tile, and
-        rows of tiles of swapped operands.
+        Span, clusters, columns of tiles and of what clusters take, CTAs, slices, shares, bytes of packets of a row of a share's tile, rows
+        of tiles of swapped operands, and the fewest CTAs.
         """
         split, together = self.split, self.ctas_together
         columns, taken_columns = self.planes * self.tiles_n, self.planes * self.taken_columns
-        shared = self.slices, self.shares, self.pushers, together * self.columns * 4
-        return self.span, self.cluster, together, columns, taken_columns, split.compute or 0, split.total, *shared, self.swapped
+        of_packets = together * self.columns * 4 if self.cluster_k == 1 else 0
+        shared = self.slices, self.shares, self.pushers, of_packets
+        return (
+            self.span,
+            self.cluster,
+            together,
+            columns,
+            taken_columns,
+            split.compute or 0,
+            split.total,
+            *shared,
+            self.swapped,
+            self.cluster_k,
+        )
 
     @derived
     def pushers(self) -> int:
@@ -251,7 +267,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     @property
     def packet_bytes(self) -> int:
         """Bytes of the range of packets in the signal segment: unrounded sums of all shares."""
-        shares = self.sizes.shares if self.sizes.shares > 1 else 0
+        shares = self.sizes.shares if self.sizes.shares > 1 and self.cluster_k == 1 else 0
         return self.taken * shares * self.ctas_together * self.block_rows * self.columns * 4
 
     @property
@@ -275,6 +291,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
             f"{self.sizes.stages or self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
             f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}"
+            f"{' of a cluster' if self.cluster_k > 1 else ''}"
             f"{f', {clusters_name(self.cluster, self.cluster_n)}' if self.ctas_together > 1 else ''}, "
             f"{self.packets_name or f'{self.chunks} chunks of {self.chunk_rows} rows and 1/{self.parts} of K per shard'}\n"
             f"SMs: compute {split.compute}, intra_comm {split.intra_comm}, inter_send {split.inter_send}; "
@@ -417,7 +434,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
                 yield tile
             else:
                 yield from (dataclasses.replace(tile, slice=part) for part in range(1, self.slices + 1))
-        for kind, together in itertools.product((SHARE, SUM), shared):
+        kinds = (SHARE, SUM) if self.cluster_k == 1 else (SHARE,)  # CTAs of a cluster add up what they have multiplied
+        for kind, together in itertools.product(kinds, shared):
             for share in range(self.sizes.shares):
                 yield from (dataclasses.replace(tile, kind=kind, share=share) for tile in together)
 

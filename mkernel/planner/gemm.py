@@ -112,6 +112,15 @@ class GemmTile:
         stages = min(8, (room - (whole if sent else 2) * _RESULT_BYTES) // stage)
         return cls(block_n, stages, min(whole, (room - stages * stage) // _RESULT_BYTES))
 
+    @classmethod
+    @functools.cache
+    def summing(cls, block_n: int, ctas: int) -> GemmTile:
+        """The deepest of which so many CTAs share K, with room for what all have of the slice of one of them."""
+        packets = math.ceil(block_n // 8 / ctas) * ctas  # of a thread, 16 bytes each
+        buffers = max(2, math.ceil(packets * BLOCK_M * 2 * 16 / _RESULT_BYTES))
+        stages = min(8, (SHARED_LIMIT - _BARRIER_BYTES - buffers * _RESULT_BYTES) // ((BLOCK_M + block_n) * BLOCK_K * 2))
+        return cls(block_n, stages, buffers)
+
 
 def fitting(block_n: int, bytes_beside: int) -> GemmTile:
     """The deepest tile that leaves room for so many bytes of shared memory."""

@@ -25,7 +25,8 @@ class Kind(NamedTuple):
     """What tells apart kernels of one op and world, where N and K come with the call.
 
     ``width``: columns of a tile, or rows at most if operands are swapped; ``cluster``: CTAs in M and in N. ``shared``: K is, by several
-    CTAs. ``packets``: values travel in packets; ``tagged``: each with its own tag. ``pushed``: chunks are pushed, or pulled, by CTAs.
+    CTAs, or by the ``cluster_k`` of a cluster. ``packets``: values travel in packets; ``tagged``: each with its own tag. ``pushed``: chunks
+    are pushed, or pulled, by CTAs.
     """
 
     width: int
@@ -36,6 +37,7 @@ class Kind(NamedTuple):
     tagged: bool = False
     one_shot: bool = False
     pushed: bool = False
+    cluster_k: int = 1
 
 
 def op_of(problem: Any) -> str:
@@ -50,7 +52,8 @@ def kind_of(plan: Any) -> Kind:
     one_shot = several and not gathers and plan.one_shot
     pushed = several and bool(plan.split.intra_comm)
     cluster = plan.cluster, plan.cluster_n
-    return Kind(plan.tile.block_n, cluster, swapped, shared, packets, bool(getattr(plan, "tagged", False)), one_shot, pushed)
+    tagged, cluster_k = bool(getattr(plan, "tagged", False)), getattr(plan, "cluster_k", 1)
+    return Kind(plan.tile.block_n, cluster, swapped, shared, packets, tagged, one_shot, pushed, cluster_k)
 
 
 def _in_packets(*kinds: Kind) -> frozenset[Kind]:
@@ -71,9 +74,9 @@ _SWAPPED, _SWAPPED_SUM = Kind(256, swapped=True), Kind(192, swapped=True)
 # A world of one.
 _PRODUCTS = (
     _PLAIN
-    | {Kind(width, shared=True) for width in (64, 128, 192)}
-    | {Kind(width, cluster) for width, cluster in ((128, (2, 1)), (192, (2, 1)), (256, (2, 1)), (192, (2, 2)))}
-    | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))}
+    | {Kind(128, shared=True), Kind(192, (2, 1))}
+    | {Kind(width, shared=True, cluster_k=ctas) for width, ctas in ((64, 2), (64, 3), (64, 4), (64, 8), (128, 4), (128, 8))}
+    | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (2, 1), (1, 2), (2, 2))}
 )
 _SUMS_OF_ONE = (
     _PLAIN

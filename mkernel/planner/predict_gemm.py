@@ -42,6 +42,9 @@ _PACKETS_LINK = 1.4  # fitted: how many times the rate of warps that push packet
 _EXCHANGED = 10e12  # fitted, between two GPUs: bytes of packets per second of all shares of K
 # Fitted, of reductions whose values travel in packets: sums of shares of K, beside these bytes, at least, and longer for each share.
 _SUMS_OF_SHARES, _SUM_OF_SHARE = 1.0e-6, 0.4e-6
+# Fitted: sums of shares by the CTAs of a cluster (docs/speed_log.md, "K shared by the CTAs of a cluster"), for each tile, and bytes per
+# second from each CTA, to all others and to one.
+_SUM_IN_CLUSTER, _BETWEEN_SMS, _TO_ONE_SM = 1.0e-6, 25e9, 40e9
 _DEEP = 4  # stages that hide what loads wait for
 _STEPS = 8  # groups of tiles that are followed one by one
 
@@ -205,12 +208,8 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         group_m=plan.group_m,
         swapped=plan.swapped > 0,
     )
-    exchange = 0.0
-    if plan.sizes.shares > 1:
-        rate = _EXCHANGED if size > 1 else EXCHANGE_BYTES
-        exchange = exchange_seconds(plan.taken * plan.sizes.shares * plan.ctas_together, plan.plane_rows, block_n, rate)
-        exchange *= _SWAPPED_SUMS if plan.swapped else 1.0
-        work = work._replace(seconds=work.seconds + exchange)
+    exchange = _sums_of_shares(plan)
+    work = work._replace(seconds=work.seconds + exchange)
     t = work.cost.seconds
     if size == 1:
         return Prediction(start + work.seconds, work.tensor, work.load, work.memory, start=start)
@@ -258,6 +257,20 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     return Prediction(
         all_done, work.tensor, work.load, work.memory, pushing + forwarding, network.paced, start, network.engine, entry=entry
     )  # fmt: skip
+
+
+def _sums_of_shares(plan: AllGatherGemmPlan) -> float:
+    """Seconds, beside the product."""
+    shares, size = plan.sizes.shares, plan.problem.topology.size
+    if plan.cluster_k > 1:
+        to_one = min(plan.plane_rows, BLOCK_M) * plan.columns * 4 / shares
+        of_tile = _SUM_IN_CLUSTER + to_one * (shares - 1) / _BETWEEN_SMS + to_one / _TO_ONE_SM
+        return waves(plan.taken * shares, plan.split.compute or 1) * of_tile
+    if shares == 1:
+        return 0.0
+    rate = _EXCHANGED if size > 1 else EXCHANGE_BYTES
+    exchange = exchange_seconds(plan.taken * shares * plan.ctas_together, plan.plane_rows, plan.columns, rate)
+    return exchange * (_SWAPPED_SUMS if plan.swapped else 1.0)
 
 
 def _gathered_in_packets(plan: AllGatherGemmPlan, machine: Machine, start: float, entry: float, work: _Work) -> Prediction:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-__all__ = ["Tiling", "TilingError"]
+__all__ = ["CLUSTER_K", "Tiling", "TilingError"]
+
+CLUSTER_K = 2, 3, 4, 8  # CTAs of a cluster that may share K: of other numbers an H200 has room for fewer in all
 
 _RADIX = 258  # more than any field can be, and one: so the digits of all fields have 24 bits
-_FACTOR, _PACKETS_FACTOR = 0x5BD1E9, 0x3D4D51  # odd
+_FACTOR, _PACKETS_FACTOR, _CLUSTER_K_FACTOR = 0x5BD1E9, 0x3D4D51, 0x2C1B3D  # odd
 
 
 class TilingError(ValueError):
@@ -39,6 +41,8 @@ class Tiling:
     tile_rows
         Operands are swapped: tiles have 128 columns, or of ``allgather_gemm`` 64 with ``block_n`` 64, and are as high as so many rows of
         them need to be, at most 256 rows; of reductions, in packets, 192.
+    cluster_k
+        CTAs of a cluster that share K of a tile, 1, 2, 3, 4 or 8: of ``allgather_gemm`` in a world of one. Then ``shares`` is the same.
     """
 
     block_n: int | None = None
@@ -48,6 +52,7 @@ class Tiling:
     packets: int | None = None
     cluster_n: int | None = None
     tile_rows: int | None = None
+    cluster_k: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -72,6 +77,8 @@ class Tiling:
         for name, ctas in (("cluster", found.cluster), ("cluster_n", found.cluster_n)):
             if ctas not in (None, 1, 2, 4) or (found.cluster or 1) * (found.cluster_n or 1) > 4:
                 raise ValueError(f"{name} {ctas}: must be 1, 2 or 4, and of both 4 at most")
+        if found.cluster_k not in (None, 1, *CLUSTER_K):
+            raise ValueError(f"cluster_k {found.cluster_k}: must be 1, 2, 3, 4 or 8")
         return found
 
     @property
@@ -86,4 +93,5 @@ class Tiling:
         for value in (self.block_n, self.span, self.shares, self.cluster):
             digits = digits * _RADIX + (0 if value is None else value + 1)
         packets, cluster_n, tile_rows = (0 if value is None else value + 1 for value in (self.packets, self.cluster_n, self.tile_rows))
-        return digits * _FACTOR + (packets + 4 * cluster_n + 24 * tile_rows) * _PACKETS_FACTOR & 0xFFFFFF
+        cluster_k = 0 if self.cluster_k is None else self.cluster_k + 1
+        return digits * _FACTOR + (packets + 4 * cluster_n + 24 * tile_rows) * _PACKETS_FACTOR + cluster_k * _CLUSTER_K_FACTOR & 0xFFFFFF

@@ -286,7 +286,7 @@ class Problems:
             with progress.steps(f"compiling and loading {title}", len(specs)) as is_loaded:
                 for spec in specs:
                     loaded[spec] = kernel = world.backend.load(spec)
-                    if grids[spec] > kernel.max_ctas():
+                    if grids[spec] > kernel.max_ctas() and not spec.early:
                         raise ArgumentError("grid", grids[spec], f"only {kernel.max_ctas()} CTAs fit on this device at once")
                     is_loaded()
         except Exception as error:  # told to the other ranks, then raised

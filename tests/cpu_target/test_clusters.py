@@ -43,7 +43,7 @@ def test_each_fills_the_others_memory(seed: int) -> None:
 
 
 _FAULTS = {
-    1: "has not been initialized",
+    1: "may not have begun",
     2: "wrong|all its 1 arrivals|is in flight|nobody has waited",
     3: "overwritten|more than expected|wrong|all its 1 arrivals|overtaken|deadlock",
     4: "has ended, and its shared memory with it|ended, but a TMA load into it is in flight",

@@ -27,6 +27,7 @@ BEFORE = (
     "cluster_arrive",
     "cluster_arrive_relaxed",
     "cluster_post",
+    "cluster_post_words",
     "cluster_give_back",
     "tma_load_3d",
     "tma_load_3d_multicast",

@@ -44,6 +44,7 @@ def draw_tiling(rng: np.random.Generator) -> Tiling:
         "packets": (0, 1, 1, 2),
         "cluster_n": (1, 2, 4),
         "tile_rows": (1, 2, 5, 9),
+        "cluster_k": (1, 2, 3, 4, 8),
     }
     while True:
         with contextlib.suppress(ValueError):

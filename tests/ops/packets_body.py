@@ -16,7 +16,7 @@ from tests.ops.refused_body import running_ahead
 from tests.ops.sequence_body import FOREVER, MODEL, MOST, H, experts, integers
 from tests.shared.findings import errors_are_findings, wrong_of
 
-__all__ = ["WORKLOADS", "found_wrong", "of_late", "of_nans", "of_skipped"]
+__all__ = ["IN_CLUSTERS", "WORKLOADS", "found_wrong", "of_late", "of_nans", "of_skipped"]
 
 _DTYPES = (ml_dtypes.bfloat16, np.float16)
 _K, _N = 72, 24
@@ -99,19 +99,22 @@ def of_late(world: Any, seed: int, split: Any) -> list[str]:
     return wrong
 
 
+_SKIPPED = "packets after a refused call"
 _WHAT: dict[str, Callable[[Any, int, Any], list[str]]] = {
     "nans in packets": of_nans,
-    "packets after a refused call": of_skipped,
+    _SKIPPED: of_skipped,
     "packets of late CTAs": of_late,
 }
-_KINDS = ("", ", tagged")
+_KINDS = {"": Tiling(64, packets=1), ", tagged": Tiling(64, packets=2)}  # as a PreparedPlan passes them on
 WORKLOADS = [name + kind for name in _WHAT for kind in _KINDS]
+# In a world of one: clusters of CTAs that share K, each of which has more tiles than one, where there are two CTAs.
+IN_CLUSTERS = "a refused call before clusters that share K"
 
 
 @errors_are_findings
 def found_wrong(world: str, workload: str, seed: int) -> str | None:
-    name, _, kind = workload.partition(",")
-    tiling = Tiling(64, packets=1 + bool(kind))  # as a PreparedPlan passes it on
+    name, comma, kind = workload.partition(",")
+    name, tiling = (_SKIPPED, Tiling(64, cluster_k=2)) if workload == IN_CLUSTERS else (name, _KINDS[comma + kind])
     shape = topology(world)
     options: dict[str, Any] = {"heap_bytes": 16 << 20, "timeout": 5.0, "entry_timeout": 60.0, "seed": seed}
     args = seed, Choice(None, None, tiling)

@@ -48,6 +48,8 @@ WORKLOADS = {
     "span high warps": (Case("bfloat16", 264, 136, split="warps", tiling=Tiling(span=2)), 3, (333, 259), 20.0),
     # K of a tile shared by nine CTAs: more than are looked at together.
     "shares": (Case("bfloat16", 616, 136, split="narrow", tiling=Tiling(64, 1, 9)), 4, (90, 20), 20.0),
+    # In a world of one by the CTAs of a cluster, which take several tiles; slices of two packets, and three.
+    "sums in clusters": (Case("bfloat16", 360, 136, tiling=Tiling(64, cluster_k=3)), 4, (200, 300, 17), 20.0),
     # Shards that travel in packets: several rounds of each warp, calls as short as above, K shared by CTAs, and pairs of CTAs.
     "gather packets": (Case("bfloat16", 256, 264, tiling=Tiling(64, packets=1)), 3, (300, 129), 20.0),
     "gather packets short": (Case("bfloat16", 64, 8, tiling=Tiling(64, packets=1)), 12, (7, 130), 20.0),
@@ -160,7 +162,7 @@ def _sequence(world: Any, workload: str, seed: int, most: int) -> list[str]:
 
 def check(world: str, workload: str, seed: int, most: int = 1000) -> str | None:
     """What is wrong with at most so many calls: a result, a complaint of the emulator, a deadlock."""
-    if workload in packets_body.WORKLOADS:
+    if workload in (*packets_body.WORKLOADS, packets_body.IN_CLUSTERS):
         return packets_body.found_wrong(world, workload, seed)
     if workload == "dispatch":
         return moe_body.found_wrong(world, moe_body.PLANTED, seed, moe_body.PLANTED_KINDS[:most])

@@ -97,6 +97,16 @@ def test_kernel_and_plan_agree(
     assert roles == collections.Counter({role: number for role, number in expected.items() if number})
 
 
+@pytest.mark.parametrize(("block_n", "ctas"), [(64, 2), (128, 3), (64, 8)])
+def test_kernel_and_plan_agree_where_clusters_share_k(block_n: int, ctas: int) -> None:
+    problem = AllGatherGemmProblem(Topology(1, 1), 264, 520, "bfloat16", False)
+    for rows in (0, 1, 129, 1000):
+        plan = make_plan(problem, rows, 20, tiling=Tiling(block_n, cluster_k=ctas))
+        assert plan.cluster_k == plan.spec.cluster == ctas
+        assert plan.grid % ctas == 0
+        check_tiles(plan, mirror(plan.spec), ctypes.byref(Parameters(fields=plan.fields, **plan.arguments)))
+
+
 @pytest.mark.parametrize("specialize", ["all", "none"])
 @pytest.mark.parametrize(
     ("per_node", "block_n", "shares", "clusters"),

@@ -21,6 +21,7 @@ from mkernel.jit.headers import kernels_src
 from tests.ops import packets_body, planted
 from tests.ops.body import topology
 from tests.ops.planted_bug import Bug
+from tests.ops.planted_cluster_sums import CLUSTER_SUMS
 from tests.ops.planted_common import COMMON
 from tests.ops.planted_moe import MOE
 from tests.ops.planted_packets import PACKETS
@@ -36,7 +37,7 @@ _ROOT = _HERE.parents[1]
 _REPORTS = ("wrong: ", "Error: target cpu: ", "MismatchError: ", "TransportError: ", "TimeoutError: ")  # but for deadlocks
 
 
-BUGS = [*COMMON, *PACKETS, *PAIRS, *SWAPPED, *SWAPPED_SUMS, *REDUCTIONS, *MOE, *RING]
+BUGS = [*COMMON, *PACKETS, *PAIRS, *SWAPPED, *SWAPPED_SUMS, *CLUSTER_SUMS, *REDUCTIONS, *MOE, *RING]
 _TSAN_SEEDS = 4  # a race is seen in some interleavings only
 # CTAs of a rank under ThreadSanitizer: few, since starting threads is slow there.
 _TSAN_SMS = {
@@ -130,6 +131,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "gather packets short"),
         ("1x2", "tagged packets short"),
         ("1x2", "reduce short"),
+        pytest.param("1x1", "sums in clusters", marks=pytest.mark.slow),
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps", "fours")),
         *(

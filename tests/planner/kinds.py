@@ -120,7 +120,8 @@ def main() -> None:
 def shown(kind: Kind) -> str:
     """As ``planner/kinds.py`` has it."""
     cluster = f", {kind.cluster}" if kind.cluster != (1, 1) else ""
-    return f"Kind({kind.width}{cluster}{''.join(f', {name}=True' for name in Kind._fields[2:] if getattr(kind, name))})"
+    given = (name for name in Kind._fields[2:] if getattr(kind, name) != Kind._field_defaults[name])
+    return f"Kind({kind.width}{cluster}{''.join(f', {name}={getattr(kind, name)}' for name in given)})"
 
 
 if __name__ == "__main__":

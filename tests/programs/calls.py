@@ -249,11 +249,15 @@ class Gemm(Call):
         return {} if self.split is None else {"split": self.split}
 
 
+_SHARING = 2, 3, 4  # CTAs of a cluster that share K: as many as there are
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllGatherGemm(Gemm):
     """``packets``: 1, shards travel in packets, as far as there is room; 2, in tagged ones; 0, in what is chosen, or ``split`` asks for.
 
-    ``tile_rows``: of swapped operands; 0: they are not. ``narrow``: those tiles have 64 columns, with packets.
+    ``tile_rows``: of swapped operands; 0: they are not. ``narrow``: those tiles have 64 columns, with packets. ``cluster_k``: CTAs of a
+    cluster that share K, in a world of one.
     """
 
     op: ClassVar[str] = "allgather_gemm"
@@ -261,6 +265,7 @@ class AllGatherGemm(Gemm):
     packets: int = 0
     tile_rows: int = 0
     narrow: bool = False
+    cluster_k: int = 1
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -284,6 +289,9 @@ class AllGatherGemm(Gemm):
     def _perhaps_paired(self, rng: random.Random, world: Topology) -> Self:
         if self.packets == 2:
             return self
+        possible = [ctas for ctas in _SHARING if ctas <= -(-self.k // 64)] if world.size == 1 and not self.tile_rows else []
+        if possible and rng.random() < _PAIRED:
+            return dataclasses.replace(self, split=None, cluster_k=rng.choice(possible))
         found = super()._perhaps_paired(rng, world)
         if self.packets == 0 or found.together == 1:
             return found
@@ -291,6 +299,8 @@ class AllGatherGemm(Gemm):
 
     @property
     def tiling(self) -> Tiling | None:
+        if self.cluster_k > 1:
+            return Tiling(cluster_k=self.cluster_k)
         if not self.packets and not self.tile_rows:
             return super().tiling
         width = 64 if self.packets == 2 or self.narrow else None

@@ -124,7 +124,7 @@ def _numbers(plan: AllGatherGemmPlan, tiles: list[Tile]) -> dict[tuple[int, int,
 
 def _shares(plan: AllGatherGemmPlan, step: Step, rank: int, tile: Tile, number: int, packets: Area) -> Iterator[Access]:
     """Packets of shares of K: a sum takes those of all shares for its columns, and leaves zeros there. As if columns lay side by side."""
-    if tile.kind == 0:
+    if tile.kind == 0 or plan.cluster_k > 1:  # none travel through memory
         return
     of_thread, shares = plan.packets_of_thread, plan.sizes.shares
     together, in_cluster = plan.ctas_together, tile.m % plan.cluster * plan.cluster_n + tile.n % plan.cluster_n

@@ -75,7 +75,7 @@ class CpuKernel(Kernel):
     def __init__(self, spec: KernelSpec, path: Path, max_ctas: int, library: ctypes.CDLL | None = None) -> None:
         self.spec = spec
         # Of a device whose GPCs leave SMs over, of which no cluster of four can be.
-        self._max_ctas = max_ctas if spec.cluster <= 2 else (max_ctas - max_ctas // 8) // spec.cluster * spec.cluster
+        self._max_ctas = max_ctas if spec.cluster <= 2 else (max_ctas - max_ctas // 11) // spec.cluster * spec.cluster
         scheduler_library()  # the kernel's symbols are there
         self._library = library or ctypes.CDLL(str(path))
         threads, size = self._library.mkernel_threads(), self._library.mkernel_parameter_bytes()

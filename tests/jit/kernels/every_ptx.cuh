@@ -146,6 +146,7 @@ MK_DEVICE void memory(uint64_t *words) {
 MK_DEVICE void cluster(uint64_t *bar, uint32_t *word) {
   const uint32_t other = 1 - ptx::cluster_rank();
   ptx::cluster_post(word, bar, other, ptx::cluster_address(word, other));
+  ptx::cluster_post_words(reinterpret_cast<ptx::Words *>(word), bar, other, ptx::any_words());
   ptx::cluster_arrive_relaxed(bar, other);
   ptx::cluster_arrive(bar, other);
   ptx::cluster_give_back(bar, other);
