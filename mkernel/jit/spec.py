@@ -28,6 +28,11 @@ class KernelSpec:
     # Its CTAs then need not be resident at once, so none of them may wait for one that was launched after it.
     early: bool = False
 
+    @property
+    def clusters_are_apart(self) -> bool:
+        """Whether CTAs wait for those of their own cluster only, so that clusters need not be resident at once."""
+        return self.early and any(name == "kClusterK" for name, _ in self.constants)
+
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.name, self.constants, self.threads, self.shared_bytes, self.parameter_bytes, self.cluster, self.early))

@@ -286,8 +286,9 @@ class Problems:
             with progress.steps(f"compiling and loading {title}", len(specs)) as is_loaded:
                 for spec in specs:
                     loaded[spec] = kernel = world.backend.load(spec)
-                    if grids[spec] > kernel.max_ctas() and not spec.early:
-                        raise ArgumentError("grid", grids[spec], f"only {kernel.max_ctas()} CTAs fit on this device at once")
+                    at_once = spec.cluster if spec.clusters_are_apart else grids[spec]
+                    if at_once > kernel.max_ctas():
+                        raise ArgumentError("grid", at_once, f"only {kernel.max_ctas()} CTAs fit on this device at once")
                     is_loaded()
         except Exception as error:  # told to the other ranks, then raised
             problem = error

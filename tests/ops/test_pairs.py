@@ -156,13 +156,11 @@ def test_kernels_of_a_problem_have_as_many_ctas_as_there_is_room_for() -> None:
         alone, fours = (make_plan(problem, 1 << 14, 132, tiling=Tiling(64, 1, 1, m, None, m)) for m in (1, 2))
         assert (alone.grid, fours.grid) == (132, 116)
         world.problems.prepare(problem, "both", {alone.spec: 132, fours.spec: 116}, lambda *_: None)
-        another = make_plan(problem, 1 << 14, 132, tiling=Tiling(64, 1, 1, 1, None, 4))
-        assert another.spec.early, "its CTAs need not be resident at once"
-        world.problems.prepare("another", "too many", {another.spec: 132}, lambda *_: None)
+        apart = make_plan(dataclasses.replace(problem, k=520), 1 << 14, 132, tiling=Tiling(cluster_k=4))
+        world.problems.prepare("apart", "clusters that wait for no other one", {apart.spec: 132}, lambda *_: None)
         with pytest.raises(ArgumentError, match="only 120 CTAs fit") as caught:
-            several = dataclasses.replace(problem, topology=topology("1x2"))
-            waits = make_plan(several, 1 << 14, 132, tiling=Tiling(64, 1, 1, 1, None, 4))
-            world.problems.prepare("several", "too many", {waits.spec: 132}, lambda *_: None)
+            another = make_plan(problem, 1 << 14, 132, tiling=Tiling(64, 1, 1, 1, None, 4))
+            world.problems.prepare("another", "too many", {another.spec: 132}, lambda *_: None)
         return str(caught.value)
 
     with env.override(MKERNEL_CPU_SMS=132):

@@ -59,6 +59,7 @@ def every(problem: Any, rows: int, sms: int) -> Iterator[Any]:
             most = min(sms // (-(-rows // BLOCK_M) * -(-problem.n // width) or 1), -(-problem.k // BLOCK_K) // 4)
             for shares in {most, max(2, most // 2), 2, min(4, most)} if most >= 2 and not problem.canonical else ():
                 yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, 1, shares))
+        yield from every_sharing_in_clusters(problem, rows, sms) if topology.size == 1 and not problem.canonical else ()
         return
     yield from every_reduction(problem, rows, sms)
     yield from every_all_reduce_by_the_other_algorithm(problem, rows, sms)
@@ -92,6 +93,13 @@ def every_sharing_of_shards(problem: AllGatherGemmProblem, rows: int, sms: int, 
     for shares in (2, 3, 4) if tiles <= sms and width in (192, 128) and not problem.canonical else ():
         with contextlib.suppress(TilingError):
             yield allgather_gemm.make_plan(problem, rows, sms, split, tiling=Tiling(width, 1, shares, 1, 0))
+
+
+def every_sharing_in_clusters(problem: AllGatherGemmProblem, rows: int, sms: int) -> Iterator[Any]:
+    for width, (ctas, left_over) in itertools.product((64, 128), ((2, sms + 1), (3, 8), (4, 11), (8, 11))):
+        clusters = (sms - sms // left_over) // ctas
+        if -(-rows // BLOCK_M) * -(-problem.n // width) <= clusters and -(-problem.k // BLOCK_K) >= 4 * ctas:
+            yield allgather_gemm.make_plan(problem, rows, sms, Split(), tiling=Tiling(width, cluster_k=ctas))
 
 
 def every_gather_in_packets(problem: AllGatherGemmProblem, rows: int, sms: int, rules: Any) -> Iterator[Any]:
