@@ -291,7 +291,7 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
 
 
 def left_over(cluster_k: int | None) -> int:
-    """Of so many SMs one, at most, has no CTA of a cluster that shares K: an H200 has room for 30 clusters of four, and 15 of eight."""
+    """How many SMs there are for each that may have no CTA where clusters share K: an H200 has room for 30 of four CTAs, 15 of eight."""
     return 11 if cluster_k in (4, 8) else pairs.LEFT_OVER
 
 

@@ -186,25 +186,15 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def of_sizes(self) -> tuple[int, ...]:
         """What ``sizes_of`` starts from.
 
-        Span, clusters, columns of tiles and of what clusters take, CTAs, slices, shares, bytes of packets of a row of a share's tile, rows
-        of tiles of swapped operands, and the fewest CTAs.
+        Span, clusters, columns of tiles and of what clusters take, CTAs, slices, shares, bytes of packets of a row of a share's tile (0:
+        there are none), rows of tiles of swapped operands, and the fewest CTAs.
         """
         split, together = self.split, self.ctas_together
         columns, taken_columns = self.planes * self.tiles_n, self.planes * self.taken_columns
         of_packets = together * self.columns * 4 if self.cluster_k == 1 else 0
         shared = self.slices, self.shares, self.pushers, of_packets
-        return (
-            self.span,
-            self.cluster,
-            together,
-            columns,
-            taken_columns,
-            split.compute or 0,
-            split.total,
-            *shared,
-            self.swapped,
-            self.cluster_k,
-        )
+        ctas, last = (split.compute or 0, split.total), (self.swapped, self.cluster_k)
+        return self.span, self.cluster, together, columns, taken_columns, *ctas, *shared, *last
 
     @derived
     def pushers(self) -> int:

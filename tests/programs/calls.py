@@ -249,7 +249,7 @@ class Gemm(Call):
         return {} if self.split is None else {"split": self.split}
 
 
-_SHARING = 2, 3, 4  # CTAs of a cluster that share K: as many as there are
+_SHARING = 2, 3, 4  # CTAs of a cluster that share K: programs have few SMs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
