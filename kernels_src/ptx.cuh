@@ -446,13 +446,16 @@ MK_DEVICE uint64_t warp_descriptor(uint64_t descriptor) {
 }
 MK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <uint32_t Pending, uint32_t Most = 0, uint32_t Count>  // Most: so many of `d` have been in use; 0: all
-MK_DEVICE void wgmma_wait(float (&d)[Count]) {  // all but the last `Pending` groups are complete: `d`, of one of these, may be read
+// All but the last `Pending` groups are complete: `d`, of one of these, may be read. Most: the first so many have been in use, of every `Of`; 0: all.
+template <uint32_t Pending, uint32_t Most = 0, uint32_t Of = ~0u, uint32_t Count>
+MK_DEVICE void wgmma_wait(float (&d)[Count]) {
 #pragma unroll
-  for (uint32_t i = 0; i < (Most == 0 ? Count : Most); ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (uint32_t i = 0; i < Count; ++i)
+    if (Most == 0 || i % Of < Most) asm volatile("" : "+f"(d[i])::"memory");
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 #pragma unroll
-  for (uint32_t i = 0; i < (Most == 0 ? Count : Most); ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (uint32_t i = 0; i < Count; ++i)
+    if (Most == 0 || i % Of < Most) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 namespace detail {
@@ -465,7 +468,7 @@ template <uint32_t N, Element E, Major A, Major B> struct Atom;
   template <Major A, Major B> struct Atom<n, Element::kFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
 MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
 #ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // by the generated source, for tiles of any height
-MK_ATOM(16) MK_ATOM(32) MK_ATOM(48) MK_ATOM(80) MK_ATOM(96) MK_ATOM(112) MK_ATOM(160) MK_ATOM(224)
+MK_ATOM(16) MK_ATOM(32) MK_ATOM(40) MK_ATOM(48) MK_ATOM(56) MK_ATOM(72) MK_ATOM(80) MK_ATOM(88) MK_ATOM(96) MK_ATOM(112) MK_ATOM(144) MK_ATOM(160) MK_ATOM(224)
 #endif
 #undef MK_ATOM
 template <uint32_t N, Element E, Major B> struct RegisterAtom;  // A in registers
@@ -479,14 +482,14 @@ template <uint32_t... I> struct Indices {};
 template <uint32_t N, uint32_t... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
 template <uint32_t... I> struct IndicesTo<0, I...> { using Type = Indices<I...>; };
 // clang-format on
-template <class Atom, uint32_t Count, uint32_t... I, class... A>
+template <class Atom, uint32_t First = 0, uint32_t Count, uint32_t... I, class... A>
 MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>, A... a) {
-  Atom::fma(a..., b, d[I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
+  Atom::fma(a..., b, d[First + I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 }  // namespace detail
-template <uint32_t N, Element E, Major A, Major B, uint32_t Count>  // D is in the first N / 2 registers of `d`
+template <uint32_t N, Element E, Major A, Major B, uint32_t First = 0, uint32_t Count>  // D is in N / 2 registers of `d`
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
-  detail::fma<typename detail::Atom<N, E, A, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
+  detail::fma<typename detail::Atom<N, E, A, B>::Type, First>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
 }
 // The same with A in four registers of each thread, two packed elements each: word i of thread t is row r + 8 (i % 2), columns 8 (i / 2) + t % 4 * 2 and
 // one more. So two neighbours of D, packed, are a word of A: word i of k step s is d[8 s + 2 i] and d[8 s + 2 i + 1]. They must stay as they are until

@@ -349,15 +349,15 @@ MK_DEVICE uint64_t advance_descriptor(uint64_t descriptor, uint32_t bytes) {
 MK_DEVICE uint64_t warp_descriptor(uint64_t descriptor) { return descriptor; }
 MK_DEVICE void wgmma_fence() { mkc_wgmma_fence(); }
 MK_DEVICE void wgmma_commit() { mkc_wgmma_commit(); }
-template <uint32_t Pending, uint32_t Most = 0, uint32_t Count>
+template <uint32_t Pending, uint32_t Most = 0, uint32_t Of = ~0u, uint32_t Count>
 MK_DEVICE void wgmma_wait(float (&)[Count]) {
   mkc_wgmma_wait(Pending);
 }
-template <uint32_t N, Element E, Major A, Major B, uint32_t Count>
+template <uint32_t N, Element E, Major A, Major B, uint32_t First = 0, uint32_t Count>
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(Count >= N / 2, "accumulators");
-  static_assert(N % 16 == 0 && N <= 256, "wgmma shape");
-  mkc_wgmma(d, N, static_cast<uint32_t>(E), static_cast<uint32_t>(A), static_cast<uint32_t>(B), a, nullptr, b, accumulate);
+  static_assert(Count >= First + N / 2, "accumulators");
+  static_assert(N % 8 == 0 && N <= 256, "wgmma shape");
+  mkc_wgmma(d + First, N, static_cast<uint32_t>(E), static_cast<uint32_t>(A), static_cast<uint32_t>(B), a, nullptr, b, accumulate);
 }
 template <uint32_t N, Element E, Major B, uint32_t Count>
 MK_DEVICE void wgmma_registers(float (&d)[Count], const uint32_t* a, uint64_t b, bool accumulate) {

@@ -167,7 +167,7 @@ struct Tiles : BasicOp<Config, Parameters> {
     const uint32_t begin = c.m * block_rows();
     return plane_rows() > begin ? plane_rows() - begin : 0;
   }
-  MK_DEVICE void send_share(const Entered& entered, const float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+  MK_DEVICE void send_share(const Entered& entered, const float (&d)[Shape::kHeld], const TileCoordinate& c) const {
     shares().send(packets(entered), d, c, Shape::kSwapped ? load_rows(c) : rows_of(c));
   }
   // With swapped operands a lane has columns r and r + 8 of two rows; with the lane of the next column it exchanges one of each, so that both store whole
@@ -209,8 +209,8 @@ struct Tiles : BasicOp<Config, Parameters> {
     shares().add_up(entered, packets(entered), c, rows_of(c), sum_place(c));
   }
   template <class Storage>
-  MK_DEVICE void add_in_cluster(const MaybeEntered& entered, Storage& storage, const float (&d)[Config::kBlockN / 2],
-                                const TileCoordinate& c, uint32_t round, bool has_more) const {
+  MK_DEVICE void add_in_cluster(const MaybeEntered& entered, Storage& storage, const float (&d)[Shape::kHeld], const TileCoordinate& c,
+                                uint32_t round, bool has_more) const {
     const SumPlace place = sum_place(c);
     ClusterSums<Config>::add(storage, d, rows_of(c), round, has_more, [&](uint32_t packet, const float (&sum)[kPacketWords]) {
       if (entered) place(packet, sum);

@@ -45,7 +45,7 @@ struct GroupTiles : PacketTiles<Derived> {
   // This lane's packet of a warp's, where a tile's begin.
   MK_DEVICE static uint32_t lane_of_tile() { return KShares::warp() * 32 + ptx::lane_index(); }
 
-  MK_DEVICE void exchange(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+  MK_DEVICE void exchange(const Entered& entered, float (&d)[Shape::kHeld], const TileCoordinate& c) const {
     if constexpr (!Shape::kSwapped) return Base::exchange(entered, d, c);
     exchange_groups(entered, d, groups_of(c), groups_of(c).first);
   }

@@ -107,7 +107,7 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   MK_DEVICE ptx::Words* packets_at(const Entered& entered, uint32_t rank) const {
     return reinterpret_cast<ptx::Words*>(shared_signals(entered, rank) + p.partial_offset);
   }
-  MK_DEVICE void exchange(const Entered& entered, float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+  MK_DEVICE void exchange(const Entered& entered, float (&d)[Shape::kHeld], const TileCoordinate& c) const {
     float values[kValues];  // copies, by instructions: else ptxas finds accumulators in use outside wgmma, and serializes it
 #pragma unroll
     for (uint32_t i = 0; i < kValues; ++i) values[i] = ptx::from_bits(ptx::bits(d[i]));
@@ -125,7 +125,7 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   MK_DEVICE KShares shares() const { return KShares{p.tiles, p.shares, block_rows(), Shape::kSwapped ? 2 : 1}; }
   MK_DEVICE char* share_packets(const Entered& entered) const { return shared_signals(entered, p.world.local_rank) + p.share_offset; }
   MK_DEVICE uint32_t rows_of(const TileCoordinate& c) const { return derived().all_rows() - c.m * block_rows(); }
-  MK_DEVICE void send_share(const Entered& entered, const float (&d)[Config::kBlockN / 2], const TileCoordinate& c) const {
+  MK_DEVICE void send_share(const Entered& entered, const float (&d)[Shape::kHeld], const TileCoordinate& c) const {
     shares().send(share_packets(entered), d, c, Shape::kSwapped ? load_rows(c) : rows_of(c));
   }
   // Adds up a slice, exchanges it, and stores what is this rank's of it. All of it is sent before anything is waited for.

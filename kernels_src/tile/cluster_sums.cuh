@@ -34,8 +34,8 @@ struct ClusterSums {
   // The consumer threads: of the cluster's `round`-th tile, `rows` of which are valid. store(packet, sum) for each of the thread's packets in the slice
   // of its CTA.
   template <class Store>
-  MK_DEVICE static void add(GemmStorage<Config>& storage, const float (&d)[Shape::kBlockN / 2], uint32_t rows, uint32_t round,
-                            bool has_more, const Store& store) {
+  MK_DEVICE static void add(GemmStorage<Config>& storage, const float (&d)[Shape::kHeld], uint32_t rows, uint32_t round, bool has_more,
+                            const Store& store) {
     static_assert(kOfSlice * kCtas * kWarps * kWordsOfWarp * sizeof(ptx::Words) <= sizeof(storage.result), "room for a slice of all CTAs");
     const uint32_t cta = ptx::cluster_rank(), begin = first(cta), mine = first(cta + 1) - begin;
     const bool has_rows = Shares<Config>::warp() * kWarpRows < rows;

@@ -11,13 +11,13 @@ namespace mkernel {
 // Panels of a result that each consumer warpgroup has: beside each other, or with swapped operands below each other, as far as there are rows.
 template <class Config, class Op>
 MK_DEVICE uint32_t panels_of(const Op& op, const TileCoordinate& c) {
-  if constexpr (GemmShape<Config>::kSwapped) return (op.load_rows(c) + kBlockRows - 1) / kBlockRows;
+  if constexpr (GemmShape<Config>::kSwapped) return op.panels(c);
   return block_panels<Config>(c);
 }
 
 // Writes 64 rows to shared memory, block by block: rounded once, 64 columns each in the layout of a TMA store, or as blocks of a partial tile.
 template <class Config, class Op>
-MK_DEVICE void write_blocks(const Call& call, const float (&d)[Config::kBlockN / 2], const Op& op, const TileCoordinate& c,
+MK_DEVICE void write_blocks(const Call& call, const float (&d)[GemmShape<Config>::kHeld], const Op& op, const TileCoordinate& c,
                             GemmStorage<Config>& storage, uint32_t warpgroup, RingPosition<GemmShape<Config>::kResultBuffers>& at) {
   using Shape = GemmShape<Config>;
   const uint32_t lane = ptx::lane_index(), warp = ptx::thread_index() % kWarpgroup / 32;
@@ -46,12 +46,14 @@ MK_DEVICE void write_blocks(const Call& call, const float (&d)[Config::kBlockN /
   const uint32_t row = warp * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
   const MaskedBlock<Config, Op> masked(call, op, c, storage, warpgroup);
 #pragma unroll
-  for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
-    if (panel >= panels_of<Config>(op, c)) break;
+  for (uint32_t i = 0; i < Shape::kUnits * Shape::kPanels; ++i) {
+    const uint32_t unit = i / Shape::kPanels, panel = i % Shape::kPanels;
+    if (panel >= panels_of<Config>(op, c)) continue;
     char* block = begin();
 #pragma unroll
     for (uint32_t j = 0; j < kPanel / 16; ++j) {
-      const Results<Config> e(op, d, panel * (kPanel / 2) + j * 8);
+      if (Shape::kIsWide && panel * (kPanel / 2) + j * 8 >= Shape::kUnitHeld) break;  // no tile has so many rows
+      const Results<Config> e(op, d, unit * Shape::kUnitHeld + panel * (kPanel / 2) + j * 8);
       if constexpr (Shape::kSwapped) {  // 16 rows x this warp's 16 columns
         const uint32_t at = j * 16 + lane / 16 * 8 + lane % 8, column = (warp * 2 + lane / 8 % 2) ^ (at % 8);
         ptx::stmatrix_x4_transposed(block + at * kSwizzleBytes + column * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
@@ -96,7 +98,7 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
       first = false;
     }
     if (Op::kStoresRows || c.is_share) continue;
-    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : panels_of<Config>(op, c);
+    const uint32_t panels = op.is_partial(c) ? Partial<Config>::kPanels : Shape::kUnits * panels_of<Config>(op, c);
     warpgroups = warpgroups_of<Config>(c);
 #pragma unroll 1
     for (uint32_t panel = 0; panel < panels; ++panel) {

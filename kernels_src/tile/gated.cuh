@@ -20,14 +20,14 @@ template <class Config, bool kGated = GemmShape<Config>::kGated>
 struct Results {
   const float* value;
   template <class Op>
-  MK_DEVICE Results(const Op&, const float (&d)[Config::kBlockN / 2], uint32_t first) : value(&d[first]) {}
+  MK_DEVICE Results(const Op&, const float (&d)[GemmShape<Config>::kHeld], uint32_t first) : value(&d[first]) {}
   MK_DEVICE float operator[](uint32_t i) const { return value[i]; }
 };
 template <class Config>
 struct Results<Config, true> {
   float value[8];
   template <class Op>
-  MK_DEVICE Results(const Op& op, const float (&d)[Config::kBlockN / 2], uint32_t first) {
+  MK_DEVICE Results(const Op& op, const float (&d)[GemmShape<Config>::kHeld], uint32_t first) {
     constexpr uint32_t kValues = kPanel / 2;  // of a panel, per thread
     const float clamp = op.clamp();
     const float* gate = &d[first / kValues * 2 * kValues + first % kValues];

@@ -21,16 +21,26 @@ MK_DEVICE StageOperands stage_operands(const char* a, const char* b) {
   return StageOperands{descriptor(a, Shape::kMajorA), descriptor(b, Shape::kMajorB)};
 }
 
-// One k-step of kBlockK for 64 rows and N columns.
+// One k step of an instruction's k for N columns and a warpgroup's blocks of 64 rows, from the given one on.
+template <uint32_t N, uint32_t Unit, class Config>
+MK_DEVICE void multiply_units(float (&d)[GemmShape<Config>::kHeld], uint64_t a, uint64_t b, bool accumulate) {
+  using Shape = GemmShape<Config>;
+  ptx::wgmma<N, Shape::kElement, Shape::kMajorA, Shape::kMajorB, Unit * Shape::kUnitHeld>(d, a, b, accumulate);
+  if constexpr (Unit + 1 < Shape::kUnits) {
+    multiply_units<N, Unit + 1, Config>(d, ptx::advance_descriptor(a, 64 * kSwizzleBytes), b, accumulate);
+  }
+}
+
+// One k-step of kBlockK for 64 rows, or so many of each of its blocks, and N columns.
 template <uint32_t N, class Config>
-MK_DEVICE void multiply_stage(float (&d)[Config::kBlockN / 2], const StageOperands& stage, bool accumulate) {
+MK_DEVICE void multiply_stage(float (&d)[GemmShape<Config>::kHeld], const StageOperands& stage, bool accumulate) {
   using Shape = GemmShape<Config>;
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t k = 0; k < Shape::kBlockK; k += kInstructionK) {
     const uint64_t a = ptx::advance_descriptor(stage.a, k * (Shape::kMajorA == ptx::Major::kMN ? kSwizzleBytes : 2));
     const uint64_t b = ptx::advance_descriptor(stage.b, k * (Shape::kMajorB == ptx::Major::kMN ? kSwizzleBytes : 2));
-    ptx::wgmma<N, Shape::kElement, Shape::kMajorA, Shape::kMajorB>(d, a, b, accumulate || k > 0);
+    multiply_units<N, 0, Config>(d, a, b, accumulate || k > 0);
   }
   ptx::wgmma_commit();
 }
@@ -49,7 +59,7 @@ MK_DEVICE void give_back(GemmStorage<Config>& storage, uint32_t stage) {
 
 // Adds one partial tile, or the part of it in one stage.
 template <uint32_t Part, class Config>
-MK_DEVICE void add_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, uint32_t stage, uint32_t warpgroup) {
+MK_DEVICE void add_stage(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, uint32_t stage, uint32_t warpgroup) {
   using Shape = GemmShape<Config>;
 #pragma unroll
   for (uint32_t p = 0; p < Shape::kAddPanels; ++p) {
@@ -62,7 +72,8 @@ MK_DEVICE void add_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& s
   }
 }
 template <uint32_t Part, class Config>
-MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, StagePosition<Config>& stage, uint32_t warpgroup) {
+MK_DEVICE void take_stage(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, StagePosition<Config>& stage,
+                          uint32_t warpgroup) {
   storage.stages.wait_filled(stage);
   add_stage<Part>(d, storage, stage.index, warpgroup);
   ptx::sync_warp();  // all lanes have read
@@ -70,7 +81,7 @@ MK_DEVICE void take_stage(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& 
   stage.advance();
 }
 template <uint32_t Part, class Config>
-MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, StagePosition<Config>& stage,
+MK_DEVICE void add_partial(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, StagePosition<Config>& stage,
                            uint32_t warpgroup) {
   take_stage<Part>(d, storage, stage, warpgroup);
   if constexpr (Part + 1 < GemmShape<Config>::kAddStages) add_partial<Part + 1>(d, storage, stage, warpgroup);
@@ -79,7 +90,7 @@ MK_DEVICE void add_partial(float (&d)[Config::kBlockN / 2], GemmStorage<Config>&
 // The canonical sum (Op::kCanonical) of the own product and the addends: a part of the tile, then the next one, so that few registers hold what is
 // rounded of the own product while others' contributions before it are added up.
 template <uint32_t Part, class Config, class Op>
-MK_DEVICE void add_in_order(float (&d)[Config::kBlockN / 2], const Op& op, GemmStorage<Config>& storage, StagePosition<Config>& stage,
+MK_DEVICE void add_in_order(float (&d)[GemmShape<Config>::kHeld], const Op& op, GemmStorage<Config>& storage, StagePosition<Config>& stage,
                             uint32_t warpgroup) {
   using Own = Partial<Config>;
   constexpr uint32_t kUnits = GemmShape<Config>::kAddPanels * kBlockUnits, kFirst = Part * kUnits * Own::kUnit;
@@ -110,24 +121,26 @@ MK_DEVICE void add_in_order(float (&d)[Config::kBlockN / 2], const Op& op, GemmS
 // One part of K for 64 rows and N columns: of a short tile the same rows as the other warpgroup's, and the columns of one half of B. Nothing is in
 // flight afterwards.
 template <uint32_t N, bool Short, class Config>
-MK_DEVICE void multiply_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+MK_DEVICE void multiply_part(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, const StageRing<Config>& ring,
                              StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, bool accumulate) {
   using Shape = GemmShape<Config>;
-  uint32_t previous = kStop;  // the stage of the step before
+  constexpr bool kSharesA = Short || Shape::kSplitsRows;  // with the other warpgroup, which has other columns of wgmma's
+  uint32_t previous = kStop;                              // the stage of the step before
   uint32_t step = 0;
 #pragma unroll 1
   do {  // at least once: with a way around it ptxas may find accumulators defined outside wgmma, and serializes it
-    const char* a = ring.a(storage, stage.index) + (Short ? 0 : warpgroup * 64 * kSwizzleBytes);
-    const char* b = ring.b(storage, stage.index) + (Short ? warpgroup * (Shape::kBytesB / kConsumerWarpgroups) : 0);
+    constexpr uint32_t kApart = Short ? Shape::kBytesB / kConsumerWarpgroups : N * kSwizzleBytes;
+    const char* a = ring.a(storage, stage.index) + (kSharesA ? 0 : warpgroup * Shape::kUnits * 64 * kSwizzleBytes);
+    const char* b = ring.b(storage, stage.index) + (kSharesA ? warpgroup * kApart : 0);
     const StageOperands operands = stage_operands<Config>(a, b);
     storage.stages.wait_filled(stage);
     multiply_stage<N, Config>(d, operands, accumulate || step > 0);
-    ptx::wgmma_wait<1, N / 2>(d);
+    ptx::wgmma_wait<1, N / 2, Shape::kUnitHeld>(d);
     if (previous != kStop) give_back<Config>(storage, previous);
     previous = stage.index;
     stage.advance(ring.count());
   } while (++step < steps);
-  ptx::wgmma_wait<0, N / 2>(d);
+  ptx::wgmma_wait<0, N / 2, Shape::kUnitHeld>(d);
   give_back<Config>(storage, previous);
 }
 
@@ -142,7 +155,7 @@ MK_DEVICE void pass_stages(GemmStorage<Config>& storage, const StageRing<Config>
   }
 }
 template <class Config>
-MK_DEVICE void pass_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+MK_DEVICE void pass_part(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, const StageRing<Config>& ring,
                          StagePosition<Config>& stage, uint32_t steps) {  // its rows are zeros
 #pragma unroll
   for (float& e : d) e = 0.0f;
@@ -150,7 +163,7 @@ MK_DEVICE void pass_part(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& s
 }
 // A whole tile, or a warpgroup that has none of its rows.
 template <class Config>
-MK_DEVICE void multiply_rows(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+MK_DEVICE void multiply_rows(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, const StageRing<Config>& ring,
                              StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, bool accumulate) {
   if constexpr (GemmShape<Config>::kMayBeLow) {
     if (ring.is_low() && warpgroup != 0) return pass_part<Config>(d, storage, ring, stage, steps);
@@ -158,17 +171,25 @@ MK_DEVICE void multiply_rows(float (&d)[Config::kBlockN / 2], GemmStorage<Config
   multiply_part<GemmShape<Config>::kBlockN, false>(d, storage, ring, stage, steps, warpgroup, accumulate);
 }
 
-// Swapped operands: as many rows of a tile, or a few more, as an instruction has, in steps of 16 up to 128 rows, then of 32. The height of tiles is one of
-// them. (More take NVRTC longer than they would save.) Where a CTA of a cluster has no rows, it multiplies whatever it holds.
-MK_DEVICE constexpr uint32_t height_at(uint32_t i) { return i < 8 ? (i + 1) * 16 : 128 + (i - 7) * 32; }
-MK_DEVICE constexpr uint32_t height_index(uint32_t rows) {
-  return rows == 0 ? 0 : rows <= 128 ? (rows + 15) / 16 - 1 : (rows - 128 + 31) / 32 + 7;
-}
+// Swapped operands: as many rows of a tile, or a few more, as an instruction has, in steps of 16 up to 128 rows, then of 32; of wide tiles in steps of 16
+// from 64 rows on. The height of tiles is one of them. (More take NVRTC longer than they would save.) Where a CTA of a cluster has no rows, it multiplies
+// whatever it holds.
+template <class Config>
+struct Heights {
+  static constexpr bool kWide = GemmShape<Config>::kIsWide;
+  MK_DEVICE static constexpr uint32_t at(uint32_t i) { return kWide ? kPanel + i * 16 : i < 8 ? (i + 1) * 16 : 128 + (i - 7) * 32; }
+  MK_DEVICE static constexpr uint32_t index(uint32_t rows) {
+    if (kWide) return rows <= kPanel ? 0 : (rows - kPanel + 15) / 16;
+    return rows == 0 ? 0 : rows <= 128 ? (rows + 15) / 16 - 1 : (rows - 128 + 31) / 32 + 7;
+  }
+  static constexpr uint32_t kLast = index(GemmShape<Config>::kBlockN);
+};
 template <uint32_t Low, uint32_t High, class Config>
-MK_DEVICE void multiply_high(float (&d)[Config::kBlockN / 2], GemmStorage<Config>& storage, const StageRing<Config>& ring,
+MK_DEVICE void multiply_high(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, const StageRing<Config>& ring,
                              StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, uint32_t index) {
   if constexpr (Low == High) {
-    multiply_part<height_at(Low), false>(d, storage, ring, stage, steps, warpgroup, false);
+    constexpr uint32_t kRows = Heights<Config>::at(Low) / (GemmShape<Config>::kSplitsRows ? kConsumerWarpgroups : 1);
+    multiply_part<kRows, false>(d, storage, ring, stage, steps, warpgroup, false);
   } else {
     constexpr uint32_t kMiddle = (Low + High) / 2;
     if (index <= kMiddle) {
@@ -181,7 +202,7 @@ MK_DEVICE void multiply_high(float (&d)[Config::kBlockN / 2], GemmStorage<Config
 
 // All of K of a tile, or of its share, whose rows of A the consumers bring themselves.
 template <class Config, class Op>
-MK_DEVICE void multiply_taken(const Call& call, float (&d)[Config::kBlockN / 2], const Op& op, GemmStorage<Config>& storage,
+MK_DEVICE void multiply_taken(const Call& call, float (&d)[GemmShape<Config>::kHeld], const Op& op, GemmStorage<Config>& storage,
                               const StageRing<Config>& ring, StagePosition<Config>& stage, const TileCoordinate& c, uint32_t steps,
                               uint32_t warpgroup) {
   TakenRounds<Config, Op> rounds(call, op, c);
@@ -233,7 +254,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   StagePosition<Config> stage;
   RingPosition<Shape::kResultBuffers> block;
   Trace trace(call.world, 1);
-  float d[Shape::kBlockN / 2];
+  float d[Shape::kHeld];
   [[maybe_unused]] uint32_t rounds = 0;    // tiles whose K the cluster has shared,
   [[maybe_unused]] bool has_more = false;  // and whether there was to be another one
 #pragma unroll 1
@@ -260,11 +281,12 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
         for (float& e : d) e = 0.0f;
       }
     } else if (Config::kSlices > 1 && c.slice != 0) {
-      multiply_part<Shape::kSliceN, false>(d, storage, ring, stage, steps, warpgroup, part > 0);
+      if constexpr (Config::kSlices > 1) multiply_part<Shape::kSliceN, false>(d, storage, ring, stage, steps, warpgroup, part > 0);
     } else if (Op::kShortTiles && c.is_short) {
       if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, ring, stage, steps, warpgroup, part > 0);
     } else if constexpr (Shape::kSwapped) {
-      multiply_high<0, height_index(Config::kBlockN)>(d, storage, ring, stage, steps, warpgroup, height_index(op.load_rows(c)));
+      const uint32_t rows = Shape::kSplitsRows ? op.block_rows() : op.load_rows(c);  // whose halves begin where those of other tiles do
+      multiply_high<0, Heights<Config>::kLast>(d, storage, ring, stage, steps, warpgroup, Heights<Config>::index(rows));
     } else if constexpr (Op::kTakes) {
       multiply_taken<Config>(call, d, op, storage, ring, stage, c, steps, warpgroup);
     } else if (!Op::kShortTiles && !Op::kShares && op.load_rows(c) <= warpgroup * kBlockRows) {  // with shares of K it spills

@@ -15,7 +15,7 @@ struct Level {
 // its own inputs are there. `c` is the coordinate of a tile. Functions are called by one thread, if nothing else is said.
 template <class Op, class Config>
 concept TileOp = requires(const Op op, const Call& call, const Entered& entered, const TileCoordinate& c, uint32_t tile, uint32_t i,
-                          uint32_t part, uint32_t panel, uint32_t warpgroup, const char* smem, float (&d)[Config::kBlockN / 2]) {
+                          uint32_t part, uint32_t panel, uint32_t warpgroup, const char* smem, float (&d)[GemmShape<Config>::kHeld]) {
   op.p.fields;  // the parameters of the kernel, with fields.cuh's
 
   // ---- which tiles
@@ -140,7 +140,12 @@ struct BasicOp {
     if constexpr (Shape::kSwapped) return p.block_rows;
     return Shape::kBlockM;
   }
+  MK_DEVICE uint32_t rows_of_warpgroup() const { return Shape::kSplitsRows ? block_rows() / kConsumerWarpgroups : block_rows(); }
   MK_DEVICE uint32_t stages() const { return p.stages; }
+  // Panels below each other of a warpgroup's blocks, as far as there are rows.
+  MK_DEVICE uint32_t panels(const TileCoordinate& c) const {
+    return ((Shape::kSplitsRows ? rows_of_warpgroup() : load_rows(c)) + kBlockRows - 1) / kBlockRows;
+  }
   MK_DEVICE bool is_narrow() const {  // of all tiles
     if constexpr (Shape::kMayBeNarrow) return p.columns == kPanel;
     return false;
@@ -196,10 +201,13 @@ struct BasicOp {
   }
   MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
                               int32_t plane = 0) const {
-    if constexpr (Shape::kSwapped) {  // the last panel of a tile may have fewer rows, for which there is a map of its own
-      const uint32_t first = panel * kBlockRows;
-      const abi::TensorMap* map = first + kBlockRows <= block_rows() ? &p.c_map : &p.c_tail_map;
-      ptx::tma_store_3d(map, smem, first_column<Config>(c) + warpgroup * kPanel, c.m * block_rows() + first, plane);
+    if constexpr (Shape::kSwapped) {  // the last panel of a block may have fewer rows, for which there is a map of its own
+      const uint32_t of_block = Shape::kUnits == 1 ? Shape::kPanels : panels(c);
+      const uint32_t unit = Shape::kUnits == 1 ? 0 : panel / of_block, first = (panel - unit * of_block) * kBlockRows;
+      const abi::TensorMap* map = first + kBlockRows <= rows_of_warpgroup() ? &p.c_map : &p.c_tail_map;
+      const uint32_t column = Shape::kSplitsRows ? unit : warpgroup * Shape::kUnits + unit;
+      const uint32_t row = c.m * block_rows() + (Shape::kSplitsRows ? warpgroup * rows_of_warpgroup() : 0) + first;
+      ptx::tma_store_3d(map, smem, first_column<Config>(c) + column * kPanel, row, plane);
     } else {
       const uint32_t row = c.m * block_rows() + block_row(c, warpgroup);
       ptx::tma_store_3d(&p.c_map, smem, block_column<Config>(c, panel, warpgroup), row, plane);

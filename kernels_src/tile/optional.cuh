@@ -58,6 +58,13 @@ template <class Config>
   requires requires { Config::kSwapped; }
 constexpr bool kSwapped<Config> = Config::kSwapped != 0;
 
+// Columns of such tiles.
+template <class Config>
+constexpr uint32_t kColumns = 128;
+template <class Config>
+  requires requires { Config::kColumns; }
+constexpr uint32_t kColumns<Config> = Config::kColumns;
+
 // 1 where the call says whether such tiles are narrow.
 template <class Config>
 constexpr bool kNarrow = false;

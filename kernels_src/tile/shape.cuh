@@ -47,13 +47,25 @@ static_assert(sizeof(TilePart) == 32, "two loads");
 // columns, of which it takes any multiple of 8. So a tile has 128 columns, and as many rows as the call says (op.block_rows()), up to kBlockN: they fit M,
 // and the SMs. Or it has 64 columns (kMayBeNarrow, op.is_narrow()), where that fits the SMs better: tiles as large, of fewer columns and more rows, or
 // twice as many. Columns of B are in the stages' part for A, and the other way round; a thread holds two columns of 8 rows' results, not the reverse.
+// Wide tiles are kernels of their own (Config::kColumns): of 256 columns a warpgroup has 128, two blocks of 64, one after the other with the same rows; of
+// 192 columns, of which it cannot have half, it has all three blocks, and half of the rows. They load least for what they multiply.
 template <class Config>
 struct GemmShape {
   static constexpr bool kSwapped = optional::kSwapped<Config>;
-  static constexpr uint32_t kBlockM = 64 * kConsumerWarpgroups, kBlockN = Config::kBlockN, kBlockK = kPanel;
+  static constexpr uint32_t kBlockM = kSwapped ? optional::kColumns<Config> : 64 * kConsumerWarpgroups, kBlockK = kPanel;
+  static constexpr bool kIsWide = kBlockM > 64 * kConsumerWarpgroups, kSplitsRows = kBlockM % (64 * kConsumerWarpgroups) != 0;
+  static constexpr uint32_t kBlockN = !kIsWide      ? Config::kBlockN
+                                      : kSplitsRows ? 192
+                                                    : 160;  // rows of a tile, at most, if operands are swapped
+  static constexpr uint32_t kUnits =
+      kBlockM / (kSplitsRows ? 64 : 64 * kConsumerWarpgroups);             // blocks of 64 columns, or rows, of a warpgroup
+  static constexpr uint32_t kHeld = kBlockM * kBlockN / kConsumerThreads;  // values that a consumer thread has of a tile,
+  static constexpr uint32_t kUnitHeld = kHeld / kUnits;                    // and of each of these blocks
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice
-  static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
+  // (Of wide tiles A takes more of a stage, and B what is left of it, which the highest tiles are more than: there are fewer stages then.)
+  static constexpr uint32_t kStageBytes = (64 * kConsumerWarpgroups + Config::kBlockN) * kBlockK * 2;
+  static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kStageBytes - kBytesA;
   // Where a call's tiles have at most 64 rows, A may take half as much of a stage, and there are as many stages as then fit.
   static constexpr bool kMayBeLow = optional::kLow<Config>;
   static constexpr bool kMayBeNarrow = kSwapped && optional::kNarrow<Config>;
@@ -70,9 +82,10 @@ struct GemmShape {
   static constexpr ptx::Major kMajorOfB = Config::kBRowMajor ? ptx::Major::kMN : ptx::Major::kK;
   static constexpr ptx::Major kMajorA = kSwapped ? kMajorOfB : ptx::Major::kK, kMajorB = kSwapped ? ptx::Major::kK : kMajorOfB;
   static constexpr bool kGated = optional::kGated<Config>;
-  static constexpr uint32_t kColumns = kSwapped ? kBlockM : kBlockN;             // of B, of a tile
-  static constexpr uint32_t kResultN = kGated ? kBlockN / 2 : kColumns;          // columns of a result
-  static constexpr uint32_t kPanels = (kSwapped ? kBlockN : kResultN) / kPanel;  // of a result, of a warpgroup at most
+  static constexpr uint32_t kColumns = kSwapped ? kBlockM : kBlockN;     // of B, of a tile
+  static constexpr uint32_t kResultN = kGated ? kBlockN / 2 : kColumns;  // columns of a result
+  // Of a result, of a warpgroup at most; of wide tiles of each of its blocks.
+  static constexpr uint32_t kPanels = ((kSwapped ? kBlockN / (kSplitsRows ? kConsumerWarpgroups : 1) : kResultN) + kPanel - 1) / kPanel;
   // A panel of B (64 columns), and a consumer warpgroup's half of B, of which gated tiles need whole pairs of panels.
   static constexpr uint32_t kPanelBytes = kPanel * kBlockK * 2, kHalfN = kBlockN / 2;
   static constexpr bool kHasHalves = Config::kSlices == 1 && kHalfN % ((kGated ? 2 : 1) * kPanel) == 0;
@@ -86,11 +99,13 @@ struct GemmShape {
   static_assert(kCluster == 1 || (kPaired && !kGated && Config::kSlices == 1), "CTAs alone, or pairs, of whole tiles of plain products");
   static_assert(kClusterK == 1 || (kCluster == 1 && optional::kShares<Config> && !kSwapped), "shares of K of whole tiles, unswapped");
   static_assert(!kSwapped || (!kMayBeLow && !kGated && Config::kSlices == 1), "whole tiles of plain products");
+  static_assert(!kIsWide || (kBlockM % 64 == 0 && kHeld <= 160 && !kMayBeNarrow && !optional::kShares<Config>),
+                "registers; and whole tiles of all K");
   static_assert(!kMayBeLow || (!kPaired && !kGated && Config::kSlices == 1), "of CTAs alone, whole tiles of plain products");
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
-  static_assert(kBlockN % kPanel == 0 && kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
+  static_assert(Config::kBlockN % kPanel == 0 && Config::kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
   static_assert(!kGated || (kBlockN % (2 * kPanel) == 0 && Config::kSlices == 1), "a panel of gate and one of up lie side by side");
-  static_assert(kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0, "a slice is a whole number of panels");
+  static_assert(kSwapped || (kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0), "a slice is a whole number of panels");
 };
 
 // a / b, without the division, some 150 cycles, where the answer can be seen: small calls begin with it.

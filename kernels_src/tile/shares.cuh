@@ -51,7 +51,7 @@ struct Shares {
   MK_DEVICE uint32_t next() const { return Shape::kCluster * kWarps * packets() * 32; }  // from one share's to the next one's
 
   // What a thread has of a share. `rows`: valid ones of the tile.
-  MK_DEVICE void send(char* at, const float (&d)[Shape::kBlockN / 2], const TileCoordinate& c, uint32_t rows) const {
+  MK_DEVICE void send(char* at, const float (&d)[Shape::kHeld], const TileCoordinate& c, uint32_t rows) const {
     if (!Shape::kSwapped && warp() * kWarpRows >= rows) return;
     ptx::Words* to = packets_of(at, c) + c.share * next();
 #pragma unroll

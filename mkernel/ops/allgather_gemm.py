@@ -204,7 +204,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
             ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
             + shared
             + (", swapped" if plan.swapped else "")
-            + (", narrow" if plan.narrow else "")
+            + (", narrow" if plan.narrow else ", wide" if plan.wide else "")
             + pairs.mechanism(plan.cluster, plan.cluster_n)
         )
 
@@ -266,7 +266,7 @@ class _Binder:
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, k, plan = self._world, self._known, self._k, executable.made_of
         sizes = executable.sizes or plan.sizes
-        parts, planes, columns, sliced, cluster, shared = plan.of_maps
+        parts, planes, columns, sliced, cluster, shared, blocks = plan.of_maps
         of_tile = sizes.load_rows, sizes.tail_rows  # rows of A: of any tile, and of those of the last row
         extent, plane_rows = rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension;
         a, c = (a_address, c_address) if rows else (b_address, b_address)  # without rows there are no tiles
@@ -307,7 +307,7 @@ class _Binder:
             c_maps = self._c_maps[planes] = known.matrices(world, self._problem.n, self._c_stride, planes)
         b_map = known.map(world, b_address, columns, cluster)
         slice_map = known.map(world, b_address, sliced) if sliced else NO_MAP
-        beyond = sizes.block_rows % STORED_ROWS
+        beyond = sizes.block_rows // blocks % STORED_ROWS
         stored = c_maps(c, plane_rows, STORED_ROWS, beyond) if beyond else c_maps(c, plane_rows, STORED_ROWS) + NO_MAP
         maps = a_maps, part_map, gather_maps, b_map, slice_map, stored
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from mkernel import abi
 from mkernel.planner import pairs
 from mkernel.planner.gather_plan import OP, PARAMETER_BYTES, SHARE, SPECIALIZED, SUM, AllGatherGemmPlan, AllGatherGemmProblem, Tile
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, choose_put
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, choose_put, highest
 from mkernel.planner.pairs import Paired
 from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
@@ -171,7 +171,7 @@ def _plan_of_class(
         return AllGatherGemmPlan(
             *(problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, cluster_n),
             swapped=swapped,
-            narrow=_is_narrow(asked),
+            swapped_columns=_columns_of_swapped(asked),
             cluster_k=asked.cluster_k or 1,
             specialize=specialize,
         )
@@ -269,7 +269,7 @@ def _plan_with_packets(
         packets=True,
         tagged=asked.packets == 2,
         swapped=asked.tile_rows or 0,
-        narrow=_is_narrow(asked),
+        swapped_columns=_columns_of_swapped(asked),
         specialize=specialize,
     )
 
@@ -279,14 +279,15 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
 
     Raises TilingError where there can be none as asked for.
     """
-    if problem.canonical or asked.block_n not in (None, SWAPPED_COLUMNS, NARROW_COLUMNS) or asked.packets == 2:
-        columns = f"{SWAPPED_COLUMNS} or {NARROW_COLUMNS} columns"
-        raise TilingError(f"{asked}: swapped operands have tiles of {columns}, no tagged packets, and no batch_invariant")
-    if _is_narrow(asked) and ((asked.shares or 1) > 1 or (problem.topology.size > 1 and not asked.packets)):
-        rule = "no CTAs share K, and between ranks shards travel in packets"
-        raise TilingError(f"{asked}: of tiles of {NARROW_COLUMNS} columns of swapped operands {rule}")
+    columns = _columns_of_swapped(asked)
+    if problem.canonical or asked.packets == 2:
+        raise TilingError(f"{asked}: swapped operands have no tagged packets, and no batch_invariant")
+    if columns != SWAPPED_COLUMNS and (asked.shares or 1) > 1:
+        raise TilingError(f"{asked}: of swapped operands CTAs share K of tiles of {SWAPPED_COLUMNS} columns only")
+    if columns == NARROW_COLUMNS and problem.topology.size > 1 and not asked.packets:
+        raise TilingError(f"{asked}: between ranks with tiles of {NARROW_COLUMNS} columns of swapped operands shards travel in packets")
     span = problem.topology.size if asked.packets else asked.span or 1
-    tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / SWAPPED_ROWS))
+    tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / highest(columns)))
     return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
 
 
@@ -305,15 +306,14 @@ def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling
     return dataclasses.replace(asked, shares=asked.cluster_k)
 
 
-def _is_narrow(asked: Tiling) -> bool:
-    """Whether tiles are those of swapped operands with fewer columns."""
-    return asked.tile_rows is not None and asked.block_n == NARROW_COLUMNS
+def _columns_of_swapped(asked: Tiling) -> int:
+    """Columns of tiles, if their operands are swapped."""
+    return (asked.block_n if asked.tile_rows is not None else None) or SWAPPED_COLUMNS
 
 
 def _tiles_of_plane(problem: AllGatherGemmProblem, plane_rows: int, tile: GemmTile, asked: Tiling) -> tuple[int, int]:
     """Rows and columns of tiles; ``asked``: rows of those of swapped operands, or None."""
-    swapped = NARROW_COLUMNS if _is_narrow(asked) else SWAPPED_COLUMNS
-    columns = tile.block_n if asked.tile_rows is None else swapped
+    columns = tile.block_n if asked.tile_rows is None else _columns_of_swapped(asked)
     return asked.tile_rows or math.ceil(plane_rows / BLOCK_M), math.ceil(problem.n / columns)
 
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.derived import replaced
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, height_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, WIDE_COLUMNS, GemmTile, height_of
+from mkernel.planner.gemm import highest as highest_with
 from mkernel.planner.pairs import ctas_of_clusters
 from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
@@ -266,9 +267,18 @@ def _swapped(
         return
     in_a_row = _fours(problem, BLOCK_M) if problem.topology.size == 1 else []
     for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_a_row]:
-        for columns in (SWAPPED_COLUMNS, NARROW_COLUMNS) if isinstance(problem, AllGatherGemmProblem) else (SWAPPED_COLUMNS,):
-            for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), highest, columns):
+        for columns in _columns_of_swapped(problem, cluster * cluster_n):
+            at_most = min(highest, highest_with(columns))
+            for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), at_most, columns):
                 yield Tiling(None if columns == SWAPPED_COLUMNS else columns, None, shares, cluster, packets, cluster_n, tile_rows)
+
+
+def _columns_of_swapped(problem: AllGatherGemmProblem | ReduceProblem, together: int) -> tuple[int, ...]:
+    """Columns that tiles may have; ``together``: CTAs of a cluster, which are two at most of wide tiles."""
+    if not isinstance(problem, AllGatherGemmProblem):
+        return (SWAPPED_COLUMNS,)
+    may_be_wide = problem.topology.size == 1 and together <= 2
+    return (SWAPPED_COLUMNS, NARROW_COLUMNS, *(WIDE_COLUMNS if may_be_wide else ()))
 
 
 def _rows_of_tiles(
@@ -289,7 +299,7 @@ def _rows_of_tiles(
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
     possible: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}  # by height and shares: work, and what is returned
     for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
-        height = height_of(rows, tile_rows)
+        height = height_of(rows, tile_rows, columns_of_tile)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
         may_share = cluster * cluster_n == 1 and columns_of_tile == SWAPPED_COLUMNS
         fit = max(1, min(clusters // taken, most)) if may_share and taken else 1

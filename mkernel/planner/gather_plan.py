@@ -14,7 +14,7 @@ from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_UNIT, GemmPlan, height_of, raster, shift_of, tail_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_COLUMNS, SWAPPED_UNIT, GemmPlan, height_of, raster, shift_of, tail_of
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pairs import clusters_name, tiles_of_cluster
 from mkernel.planner.pushing import most_parts, warps_push
@@ -85,7 +85,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     tagged: bool = False  # packets of which each CTA takes the rows of its tile, out of as many bytes again (comm/tagged_packets.cuh)
     # Rows of tiles of a plane whose operands are swapped: they are as high as that needs. 0: tiles have BLOCK_M rows.
     swapped: int = 0
-    narrow: bool = False  # those tiles have half as many columns
+    swapped_columns: int = SWAPPED_COLUMNS  # of those tiles
     cluster_k: int = 1  # CTAs of a cluster that share K: all shares, or 1 (kernels_src/tile/cluster_sums.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
@@ -102,13 +102,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
         # With swapped operands one kernel is for all heights of tiles, and, of CTAs alone, for all shares of K.
         alone = self.ctas_together == 1 and self.problem.topology.num_nodes == 1
-        may_share = self.shares > 1 or (alone if self.swapped else self.packets)
+        may_share = self.shares > 1 or (alone and not self.wide if self.swapped else self.packets)
         packets = {"kShares": int(may_share), "kPackets": self.packets + self.tagged}
         more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
         more |= {"kClusterK": self.cluster_k} if self.cluster_k > 1 else {}
         more |= {"kSwapped": 1} if self.swapped else {}
-        more |= {"kNarrow": 1} if self.swapped and (self.packets or self.problem.topology.size == 1) else {}
+        more |= {"kNarrow": 1} if self.swapped and not self.wide and (self.packets or self.problem.topology.size == 1) else {}
+        more |= {"kColumns": self.swapped_columns} if self.wide else {}
         return self.spec_with(OP, PARAMETER_BYTES, self.ctas_together * self.cluster_k, alone=1, **more)
 
     @derived
@@ -116,6 +117,20 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         # Wide tiles have no registers for it, and would gain none.
         narrow, together = self.tile.block_n <= _LOW_WIDTH, self.packets or self.shares > 1 or self.tile.block_n == 64
         return self.ctas_together == 1 and narrow and together
+
+    @property
+    def wide(self) -> bool:
+        """Whether operands are swapped, of tiles with more columns than others: their kernels have no others."""
+        return self.swapped > 0 and self.swapped_columns > SWAPPED_COLUMNS
+
+    @property
+    def narrow(self) -> bool:
+        """Whether operands are swapped, of tiles with half as many columns: as the call says."""
+        return self.swapped > 0 and self.swapped_columns < SWAPPED_COLUMNS
+
+    @derived
+    def columns(self) -> int:
+        return self.swapped_columns if self.swapped else self.tile.block_n
 
     @derived
     def ctas_together(self) -> int:
@@ -144,10 +159,15 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return self.taken_group_m, self.part_blocks, *self.shifts, *self.piece_box
 
     @derived
-    def of_maps(self) -> tuple[int, int, int, int, int, int]:
-        """What tensor maps are made by: parts, planes, columns of a tile and of a slice's load, CTAs of a cluster, whether K is shared."""
+    def of_maps(self) -> tuple[int, int, int, int, int, int, int]:
+        """What tensor maps are made by.
+
+        Parts, planes, columns of a tile and of a slice's load, CTAs of a cluster, whether K is shared, and in how many blocks the rows of a
+        tile of swapped operands are stored: those of each consumer warpgroup, where each has half of them.
+        """
         sliced = self.b_columns if self.slices > 1 and not self.problem.b_row_major else 0
-        return self.parts, self.planes, self.columns, sliced, self.cluster, int(self.shares > 1)
+        blocks = 2 if self.wide and self.swapped_columns % SWAPPED_COLUMNS else 1
+        return self.parts, self.planes, self.columns, sliced, self.cluster, int(self.shares > 1), blocks
 
     @derived
     def sizes(self) -> Sizes:
@@ -160,7 +180,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         )
         plane_rows = span * rows
         if swapped:
-            block_rows = height_of(plane_rows, swapped)
+            block_rows = height_of(plane_rows, swapped, self.columns)
             stages, tail = self.tile.stages_of(block_rows, self.columns), tail_of(plane_rows, block_rows, SWAPPED_UNIT)
         else:
             block_rows, stages, tail = BLOCK_M, 0, tail_of(plane_rows)

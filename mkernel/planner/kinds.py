@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mkernel.planner.allgather_gemm import OP as GATHER
 from mkernel.planner.candidates import WIDTHS
+from mkernel.planner.gemm import WIDE_COLUMNS, highest
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER
 from mkernel.planner.topology import Topology
 
@@ -53,7 +54,8 @@ def kind_of(plan: Any) -> Kind:
     pushed = several and bool(plan.split.intra_comm)
     cluster = plan.cluster, plan.cluster_n
     tagged, cluster_k = bool(getattr(plan, "tagged", False)), getattr(plan, "cluster_k", 1)
-    return Kind(plan.tile.block_n, cluster, swapped, shared, packets, tagged, one_shot, pushed, cluster_k)
+    width = highest(plan.columns) if swapped and plan.columns in WIDE_COLUMNS else plan.tile.block_n
+    return Kind(width, cluster, swapped, shared, packets, tagged, one_shot, pushed, cluster_k)
 
 
 def _in_packets(*kinds: Kind) -> frozenset[Kind]:
@@ -75,8 +77,9 @@ _SWAPPED, _SWAPPED_SUM = Kind(256, swapped=True), Kind(192, swapped=True)
 _PRODUCTS = (
     _PLAIN
     | {Kind(128, shared=True), Kind(192, (2, 1))}
-    | {Kind(width, shared=True, cluster_k=ctas) for width, ctas in ((64, 2), (64, 3), (64, 4), (64, 8), (128, 4), (128, 8))}
-    | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (2, 1), (1, 2), (2, 2))}
+    | {Kind(width, shared=True, cluster_k=ctas) for width, ctas in ((64, 2), (64, 3), (64, 4), (64, 8), (128, 8))}
+    | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (1, 2), (2, 2))}
+    | {Kind(192, cluster, swapped=True) for cluster in ((1, 1), (2, 1))}  # wide
 )
 _SUMS_OF_ONE = (
     _PLAIN

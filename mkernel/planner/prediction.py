@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mkernel.planner.gemm import BLOCK_K, NARROW_COLUMNS, Row
+from mkernel.planner.gemm import BLOCK_K, NARROW_COLUMNS, WIDE_COLUMNS, Row
 from mkernel.planner.machine import Machine
 
 __all__ = ["ALONE", "BATCH", "BEHIND", "LEAST_READ", "RESOURCES", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
@@ -26,7 +26,8 @@ LEAST_READ = 4  # rows of tiles of neighbours that read least, or nearly so
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
 _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
-_SWAPPED = {1: 0.98, 2: 1.03, 4: 1.04}  # fitted: of swapped operands, by CTAs of a cluster
+_SWAPPED = {1: 0.98, 2: 1.03, 4: 1.04}  # fitted: of swapped operands, by CTAs of a cluster;
+_WIDE = {1: 1.04, 2: 1.0, 4: 1.03}  # and times that of wide tiles
 _HALVES = 1.9  # fitted, a world of one: the same along K where a row has half a sector at either end
 # Fitted: what a row takes the SM that others of its cluster load it for, of what one takes that it loads itself.
 _RECEIVED = 0.62
@@ -140,6 +141,19 @@ def _once(block_m: int, block_n: int, rows: int = _NEIGHBOURS) -> float:
     return rows * block_m + _NEIGHBOURS / rows * block_n
 
 
+def _halves_rows(columns: int) -> bool:
+    """Whether the warpgroups have half of the rows of tiles of swapped operands each, and all of so many columns."""
+    return columns > NARROW_COLUMNS and columns % (_WARPGROUPS * NARROW_COLUMNS) != 0
+
+
+def _given(blocks: int, whole: int, shared: bool = False) -> int:
+    """Rows of 128 bytes that shared memory gives in a k step: of ``blocks``, in blocks of 64, once, and with each block ``whole``.
+
+    ``shared``: blocks are given to both warpgroups, and of ``whole`` half to each.
+    """
+    return blocks * (_WARPGROUPS if shared else 1) + -(-blocks // NARROW_COLUMNS) * whole
+
+
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
     cluster_n: int = 1, stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None,
@@ -163,9 +177,8 @@ def tile_cost(
     clock = min(machine.boost, free)
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * clock * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
-    halved, whole = (block_n, block_m) if swapped else (block_m, block_n)
-    warpgroups = 1 if swapped and block_n == NARROW_COLUMNS else _WARPGROUPS
-    shared = (halved + warpgroups * whole + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
+    given = _given(block_n, block_m, _halves_rows(block_n)) if swapped else _given(block_m, block_n)
+    shared = (given + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     is_alone = cluster == cluster_n == 1
     height, width = load_rows / cluster_n, block_n / cluster  # of A and B that this CTA loads
@@ -187,7 +200,9 @@ def tile_cost(
     longer = 1.0  # in clusters of four as long as alone
     if cluster * cluster_n == 2:
         longer = machine.paired * (_PAIRED_APART if apart else 1.0)
-    longer *= (_SHALLOW if shallow else 1.0) * (_SWAPPED[cluster * cluster_n] if swapped else 1.0)
+    longer *= _SHALLOW if shallow else 1.0
+    if swapped:
+        longer *= _SWAPPED[cluster * cluster_n] * (_WIDE[cluster * cluster_n] if block_n in WIDE_COLUMNS else 1.0)
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 

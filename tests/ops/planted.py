@@ -74,6 +74,9 @@ WORKLOADS = {
         (300, 129),
         20.0,
     ),
+    # Wide ones: of 112 rows and 256 columns; of 160, of which each warpgroup has 80, and 192 columns.
+    "wide": (Case("bfloat16", 264, 520, split="mover", tiling=Tiling(256, 1, 1, 1, 0, 1, 2)), 3, (197, 93), 20.0),
+    "wide by rows": (Case("bfloat16", 264, 392, False, "mover", tiling=Tiling(192, 1, 1, 1, 0, 1, 2)), 3, (300, 129), 20.0),
     "narrow": (Case("bfloat16", 264, 264, tiling=Tiling(64, None, 1, 1, 1, 1, 2)), 4, (97, 60), 20.0),
     "narrow fours": (Case("bfloat16", 264, 264, tiling=Tiling(64, None, 1, 2, 1, 2, 3)), 3, (120, 64), 20.0),
     "narrow fours by columns": (Case("bfloat16", 264, 264, False, tiling=Tiling(64, None, 1, 2, 1, 2, 3)), 3, (120, 64), 20.0),

@@ -313,7 +313,7 @@ COMMON = [
         "    if (previous != kStop) give_back<Config>(storage, previous);\n",
         found_as="deadlock",
     ),
-    Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1, N / 2>(d);\n"),
+    Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1, N / 2, Shape::kUnitHeld>(d);\n"),
     Bug(
         "nobody waits for a stage", "tile/multiply.cuh", "    storage.stages.wait_filled(stage);\n    multiply_stage", "    multiply_stage"
     ),

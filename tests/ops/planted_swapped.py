@@ -20,12 +20,12 @@ SWAPPED = [
                 "column = ((warp ^ 1) * 2",
                 "swapped",
             ),
-            ("a warpgroup's columns are the other one's", "tile/op.cuh", "+ warpgroup * kPanel,", "+ (1 - warpgroup) * kPanel,", "swapped"),
+            ("a warpgroup's columns are the other one's", "tile/op.cuh", ": warpgroup * Shape::kUnits", ": 1 - warpgroup", "swapped"),
             (
                 "rows of the next tile are written",
                 "tile/op.cuh",
-                "kBlockRows <= block_rows() ? &p.c_map",
-                "0 <= block_rows() ? &p.c_map",
+                "kBlockRows <= rows_of_warpgroup() ? &p.c_map",
+                "0 <= rows_of_warpgroup() ? &p.c_map",
                 "swapped",
             ),
             (
@@ -37,9 +37,9 @@ SWAPPED = [
             ),
             (
                 "the last block of a tile is not stored",
-                "tile/epilogue.cuh",
-                "(op.load_rows(c) + kBlockRows - 1) / kBlockRows",
-                "op.load_rows(c) / kBlockRows",
+                "tile/op.cuh",
+                ": load_rows(c)) + kBlockRows - 1) / kBlockRows",
+                ": load_rows(c))) / kBlockRows",
                 "swapped",
             ),
             (
@@ -124,6 +124,44 @@ SWAPPED = [
     *(
         Bug(what, file, text, to, workload=workload)
         for what, file, text, to, workload in (
+            (
+                "the second block of a warpgroup is the first one's columns",
+                "tile/multiply.cuh",
+                "ptx::advance_descriptor(a, 64 * kSwizzleBytes)",
+                "a",
+                "wide",
+            ),
+            ("it is multiplied into the first one's registers", "tile/multiply.cuh", "Unit * Shape::kUnitHeld>", "0>", "wide"),
+            (
+                "it is stored where the other warpgroup's first is",
+                "tile/op.cuh",
+                "warpgroup * Shape::kUnits + unit",
+                "warpgroup + unit",
+                "wide",
+            ),
+            ("rows of its last panel are the first one's", "tile/epilogue.cuh", "unit * Shape::kUnitHeld + panel", "panel", "wide"),
+            ("both warpgroups have the same half of rows", "tile/multiply.cuh", "warpgroup * kApart", "0", "wide by rows"),
+            (
+                "halves of rows lie over each other",
+                "tile/op.cuh",
+                "kSplitsRows ? warpgroup * rows_of_warpgroup()",
+                "kSplitsRows ? 0",
+                "wide by rows",
+            ),
+            (
+                "lower tiles are halved where they are loaded",
+                "tile/multiply.cuh",
+                "kSplitsRows ? op.block_rows()",
+                "kSplitsRows ? op.load_rows(c)",
+                "wide by rows",
+            ),
+            (
+                "a half's last panel is stored as far as a tile's",
+                "tile/op.cuh",
+                "kBlockRows <= rows_of_warpgroup()",
+                "kBlockRows <= block_rows()",
+                "wide by rows",
+            ),
             ("narrow tiles are as far apart as others", "tile/shape.cuh", "return c.n * kPanel;", "return c.n * 2 * kPanel;", "narrow"),
             ("there are as many narrow tiles as others", "tile/op.cuh", "? (extent_n(p) + kPanel - 1) / kPanel :", "? 1 :", "narrow"),
             ("rows of A begin as of others", "tile/storage.cuh", "is_low_ || is_narrow_ ?", "is_low_ ?", "narrow"),

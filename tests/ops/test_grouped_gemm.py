@@ -101,7 +101,7 @@ BUGS = [
     Bug(
         "both warpgroups take the first half of a short tile's columns",
         "tile/multiply.cuh",
-        "(Short ? warpgroup * (Shape::kBytesB / kConsumerWarpgroups) : 0)",
+        "(kSharesA ? warpgroup * kApart : 0)",
         "0",
         "wrong: expert",
     ),

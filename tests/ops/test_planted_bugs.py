@@ -136,7 +136,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps", "fours")),
         *(
             pytest.param("1x2", workload, marks=pytest.mark.slow)
-            for workload in ("swapped", "swapped shares", "swapped fours", "narrow", "narrow fours")
+            for workload in ("swapped", "swapped shares", "swapped fours", "narrow", "narrow fours", "wide", "wide by rows")
         ),
         *(
             pytest.param("1x3", workload, marks=pytest.mark.slow)

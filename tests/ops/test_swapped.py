@@ -12,7 +12,7 @@ import pytest
 from mkernel import env
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan, may_travel_in_packets
 from mkernel.planner.choice import plan_allgather_gemm
-from mkernel.planner.gemm import height_of
+from mkernel.planner.gemm import height_of, highest
 from mkernel.planner.machine import H200
 from mkernel.planner.spans import spans_of
 from mkernel.planner.tiling import Tiling, TilingError
@@ -20,7 +20,11 @@ from tests.ops.body import WORLDS, Case, checked_bits, topology
 from tests.ops.test_allgather_gemm import ranks, seeds
 
 _SMS = 16
-_HEIGHTS = (*range(16, 129, 16), 160, 192, 224, 256)
+# Of tiles, by their columns.
+_HEIGHTS = dict.fromkeys((64, 128), (*range(16, 129, 16), 160, 192, 224, 256)) | {
+    192: tuple(range(64, 193, 16)),
+    256: tuple(range(64, 161, 16)),
+}
 _CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
 
 
@@ -43,7 +47,7 @@ def _same(request: pytest.FixtureRequest, world: str, case: Case, rows: tuple[in
 def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: Any) -> bool:
     if (tiling.shares or 1) * 64 > shape[0]:  # fewer k steps
         return False
-    if tiling.block_n == 64 and (tiling.shares != 1 or (world != "1x1" and not tiling.packets)):
+    if (tiling.block_n and tiling.shares != 1) or (tiling.block_n == 64 and world != "1x1" and not tiling.packets):
         return False
     at, together = topology(world), (tiling.cluster or 1) * (tiling.cluster_n or 1)
     inside = at.num_nodes == 1 < at.size
@@ -58,7 +62,7 @@ def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: 
     tiling=tuple(
         Tiling(columns, span, shares, cluster, packets, cluster_n, tile_rows)
         for columns, (span, packets), shares, (cluster, cluster_n), tile_rows in itertools.product(
-            (None, 64), ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, (1, 2, 3, 5)
+            (None, 64, 192, 256), ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, (1, 2, 3, 5)
         )
     ),
     shape=((64, 256), (136, 264), (520, 136), (1032, 8)),
@@ -79,30 +83,31 @@ def test_every_element_and_the_bits_of_operands_as_they_are(
 @pytest.mark.parametrize("row_major", [True, False])
 def test_tiles_of_all_heights(request: pytest.FixtureRequest, row_major: bool, cluster_n: int, rng: np.random.Generator) -> None:
     """Each height with a last row of tiles that is as high, and with one of any number of rows."""
-    rows = [both for height in _HEIGHTS for both in (height, height + int(rng.integers(1, height + 1)))]
-    for columns, tile_rows in ((None, 1), (None, 2), (64, 1)):
+    for columns, tile_rows in ((128, 1), (128, 2), (64, 1), (192, 1), (192, 2), (256, 1)):
+        rows = [both for height in _HEIGHTS[columns] for both in (height, height + int(rng.integers(1, height + 1)))]
         tiling = Tiling(columns, 1, 1, 1, None, cluster_n, tile_rows)
-        _same(request, "1x1", Case("bfloat16", 72, 72, row_major, "default", tiling=tiling), tuple(rows))
+        _same(request, "1x1", Case("bfloat16", 72, 8 + columns, row_major, "default", tiling=tiling), tuple(rows))
 
 
 def test_heights_are_the_least_that_kernels_have(rng: np.random.Generator) -> None:
-    for rows, tile_rows in rng.integers(1, (4000, 40), (300, 2)).tolist():
-        wanted = max(tile_rows, -(-rows // 256))
-        height = height_of(rows, wanted)
-        assert height == min(one for one in _HEIGHTS if one * wanted >= rows)
+    for columns, heights in _HEIGHTS.items():
+        assert highest(columns) == heights[-1]
+        for rows, tile_rows in rng.integers(1, (4000, 40), (100, 2)).tolist():
+            wanted = max(tile_rows, -(-rows // heights[-1]))
+            assert height_of(rows, wanted, columns) == min(one for one in heights if one * wanted >= rows)
 
 
 def test_a_plan_has_as_many_rows_of_tiles_as_it_needs(rng: np.random.Generator) -> None:
     """No tile is empty, the last one is loaded as far as there are rows, and stages are as many as fit."""
     for size, n, rows, tile_rows in rng.integers((1, 1, 1, 1), (5, 200, 3000, 9), (200, 4)).tolist():
         problem = AllGatherGemmProblem(topology(f"1x{size}"), 8 * n, 520, "bfloat16", False)
-        columns = (64, 128)[n % 2]
+        columns = (64, 128, 192, 256)[n % 4]
         packets = int(size > 1 and columns == 64)
         if packets and not may_travel_in_packets(problem, rows):
             continue
         plan = make_plan(problem, rows, 132, tiling=Tiling(columns, span=size, packets=packets, tile_rows=tile_rows))
-        assert (plan.columns, plan.narrow) == (columns, columns == 64)
-        assert plan.tile_rows <= max(tile_rows, -(-size * rows // 256) + 1, plan.swapped)
+        assert (plan.columns, plan.narrow, plan.wide) == (columns, columns == 64, columns > 128)
+        assert plan.tile_rows <= max(tile_rows, -(-size * rows // highest(columns)) + 1, plan.swapped)
         assert (plan.tile_rows - 1) * plan.block_rows < size * rows <= plan.tile_rows * plan.block_rows
         left = size * rows - plan.sizes.last_row * plan.block_rows
         assert left <= plan.sizes.tail_rows < left + 8
@@ -114,15 +119,12 @@ def test_a_plan_has_as_many_rows_of_tiles_as_it_needs(rng: np.random.Generator) 
 def test_what_does_not_go_with_swapped_operands() -> None:
     canonical = AllGatherGemmProblem(topology("1x2"), 72, 136, "bfloat16", True, canonical=True)
     problem = dataclasses.replace(canonical, canonical=False)
-    for one, tiling in (
-        (canonical, Tiling(tile_rows=1)),
-        (problem, Tiling(192, tile_rows=1)),
-        (problem, Tiling(packets=2, tile_rows=1)),
-    ):
-        with pytest.raises(TilingError, match="swapped operands have tiles of 128 or 64 columns"):
+    for one, tiling in ((canonical, Tiling(tile_rows=1)), (problem, Tiling(packets=2, tile_rows=1))):
+        with pytest.raises(TilingError, match="swapped operands have no tagged packets"):
             make_plan(one, 16, 132, tiling=tiling)
-    with pytest.raises(TilingError, match="no CTAs share K"):
-        make_plan(problem, 16, 132, tiling=Tiling(64, tile_rows=1, shares=2))
+    for columns in (64, 192, 256):
+        with pytest.raises(TilingError, match="CTAs share K of tiles of 128 columns only"):
+            make_plan(problem, 16, 132, tiling=Tiling(columns, tile_rows=1, shares=2))
     with pytest.raises(TilingError, match="shards travel in packets"):
         make_plan(problem, 16, 132, tiling=Tiling(64, tile_rows=1, packets=0))
     assert make_plan(problem, 16, 132, tiling=Tiling(128, tile_rows=1)).swapped == 1
