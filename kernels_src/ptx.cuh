@@ -424,13 +424,11 @@ MK_DEVICE void stmatrix_x4_transposed(void* row, uint32_t m0, uint32_t m1, uint3
 }
 
 // ---- wgmma (warpgroup): D (64 x N, float32) += A (64 x 16, shared or registers) * B (16 x N, shared)
-//
 // Thread t of the warpgroup holds of D the rows r = t / 32 * 16 + t % 32 / 4 and r + 8: d[4 j + 2 i + h] is row r + 8 i, column 8 j + t % 4 * 2 + h.
 enum class Major : uint32_t { kK = 0, kMN = 1 };  // which dimension of the operand is contiguous in shared memory
 
 // Shared-memory matrix descriptor for 128-byte swizzle. Byte strides as in the PTX ISA, "matrix descriptor":
-// K-major: `stride` = bytes between groups of 8 rows, `leading` unused (1). MN-major: `leading` = bytes between blocks of 64 columns,
-// `stride` = bytes between groups of 8 k.
+// K-major: `stride` between groups of 8 rows, `leading` unused (1). MN-major: `leading` between blocks of 64 columns, `stride` between groups of 8 k.
 MK_DEVICE uint64_t matrix_descriptor(const void* smem, uint32_t leading, uint32_t stride) {
   const uint64_t address = (shared_address(smem) & 0x3ffffu) >> 4;
   return address | (uint64_t(leading >> 4) << 16) | (uint64_t(stride >> 4) << 32) | (uint64_t(1) << 62);
@@ -492,8 +490,7 @@ MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate)
   detail::fma<typename detail::Atom<N, E, A, B>::Type, First>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
 }
 // The same with A in four registers of each thread, two packed elements each: word i of thread t is row r + 8 (i % 2), columns 8 (i / 2) + t % 4 * 2 and
-// one more. So two neighbours of D, packed, are a word of A: word i of k step s is d[8 s + 2 i] and d[8 s + 2 i + 1]. They must stay as they are until
-// the instruction is complete.
+// one more. So two neighbours of D, packed, are a word of A: word i of k step s is d[8 s + 2 i] and d[8 s + 2 i + 1]. They stay until it is done.
 template <uint32_t N, Element E, Major B, uint32_t Count>
 MK_DEVICE void wgmma_registers(float (&d)[Count], const uint32_t* a, uint64_t b, bool accumulate) {
   detail::fma<typename detail::RegisterAtom<N, E, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a[0], a[1], a[2],

@@ -11,6 +11,10 @@ struct RingPosition {
   MK_DEVICE void advance(uint32_t size = Size) {  // of a ring that has fewer in this call
     if (++index == size) index = 0, parity ^= 1;
   }
+  MK_DEVICE void advance_by(uint32_t slots, uint32_t size) {
+    const uint32_t laps = (index + slots) / size;
+    index += slots - laps * size, parity ^= laps % 2;
+  }
 };
 
 // The barriers of a ring of slots; the slots themselves lie beside it. Every thread that takes part keeps its own Position and advances it once

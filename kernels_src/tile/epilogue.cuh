@@ -52,7 +52,7 @@ MK_DEVICE void write_blocks(const Call& call, const float (&d)[GemmShape<Config>
     char* block = begin();
 #pragma unroll
     for (uint32_t j = 0; j < kPanel / 16; ++j) {
-      if (Shape::kIsWide && panel * (kPanel / 2) + j * 8 >= Shape::kUnitHeld) break;  // no tile has so many rows
+      if (Shape::kUnits > 1 && panel * (kPanel / 2) + j * 8 >= Shape::kUnitHeld) break;  // no tile has so many rows
       const Results<Config> e(op, d, unit * Shape::kUnitHeld + panel * (kPanel / 2) + j * 8);
       if constexpr (Shape::kSwapped) {  // 16 rows x this warp's 16 columns
         const uint32_t at = j * 16 + lane / 16 * 8 + lane % 8, column = (warp * 2 + lane / 8 % 2) ^ (at % 8);
@@ -77,13 +77,15 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
   using Shape = GemmShape<Config>;
   RingPosition<kTileQueue> queue;
   RingPosition<Shape::kResultBuffers> at, stored;
+  [[maybe_unused]] RingPosition<Shape::kResultBuffers> next_at, next_stored;  // where warpgroups have tiles in turn: of the other one,
+  [[maybe_unused]] uint32_t turn = 0;                                         // and whose tile it is
   Mailbox::Position announce;
   bool first = true;
   MaybeEntered entered = MaybeEntered::not_yet(call);
   uint32_t on_their_way = 0;                  // buffers
   uint32_t warpgroups = kConsumerWarpgroups;  // of the tile
   const auto give_back = [&] {
-    for (uint32_t w = 0; w < warpgroups; ++w) storage.blocks[w].take(stored);
+    for (uint32_t w = 0; w < warpgroups; ++w) storage.blocks[turn + w].take(stored);
     stored.advance();
     --on_their_way;
   };
@@ -104,8 +106,8 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
     for (uint32_t panel = 0; panel < panels; ++panel) {
 #pragma unroll 1
       for (uint32_t w = 0; w < warpgroups; ++w) {
-        storage.blocks[w].wait_filled(at);
-        if (entered && (op.is_partial(c) || is_full(op, c, w))) op.store(*entered, c, panel, w, storage.result[w][at.index]);
+        storage.blocks[turn + w].wait_filled(at);
+        if (entered && (op.is_partial(c) || is_full(op, c, w))) op.store(*entered, c, panel, w, storage.result[turn + w][at.index]);
       }
       at.advance();
       ptx::store_commit();
@@ -121,6 +123,10 @@ MK_DEVICE void store_tiles(const Call& call, const Op& op, GemmStorage<Config>& 
     }
     ptx::store_wait_read<0>();
     while (on_their_way > 0) give_back();
+    if constexpr (Shape::kAlternates) {
+      const auto at_of_this = at, stored_of_this = stored;
+      at = next_at, stored = next_stored, next_at = at_of_this, next_stored = stored_of_this, turn ^= 1;
+    }
   }
   // The stores have read shared memory; kernel exit completes them.
   if constexpr (Op::kAnnounces) storage.announce.end(announce);

@@ -57,6 +57,13 @@ MK_DEVICE void give_back(GemmStorage<Config>& storage, uint32_t stage) {
   }
 }
 
+// Tells the other warpgroup that this one has seen its tile's last stage filled.
+template <class Config>
+MK_DEVICE void end_turn(GemmStorage<Config>& storage) {
+  ptx::sync_warp();  // all lanes have seen that their own turn had come: the next time may follow soon
+  if (ptx::lane_index() == 0) ptx::mbarrier_arrive(&storage.turn.ended[ptx::thread_index() / kWarpgroup - 1]);
+}
+
 // Adds one partial tile, or the part of it in one stage.
 template <uint32_t Part, class Config>
 MK_DEVICE void add_stage(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, uint32_t stage, uint32_t warpgroup) {
@@ -135,6 +142,9 @@ MK_DEVICE void multiply_part(float (&d)[GemmShape<Config>::kHeld], GemmStorage<C
     const StageOperands operands = stage_operands<Config>(a, b);
     storage.stages.wait_filled(stage);
     multiply_stage<N, Config>(d, operands, accumulate || step > 0);
+    if constexpr (Shape::kAlternates) {
+      if (step + 1 == steps) end_turn(storage);
+    }
     ptx::wgmma_wait<1, N / 2, Shape::kUnitHeld>(d);
     if (previous != kStop) give_back<Config>(storage, previous);
     previous = stage.index;
@@ -171,12 +181,12 @@ MK_DEVICE void multiply_rows(float (&d)[GemmShape<Config>::kHeld], GemmStorage<C
   multiply_part<GemmShape<Config>::kBlockN, false>(d, storage, ring, stage, steps, warpgroup, accumulate);
 }
 
-// Swapped operands: as many rows of a tile, or a few more, as an instruction has, in steps of 16 up to 128 rows, then of 32; of wide tiles in steps of 16
-// from 64 rows on. The height of tiles is one of them. (More take NVRTC longer than they would save.) Where a CTA of a cluster has no rows, it multiplies
+// Swapped operands: as many rows of a tile, or a few more, as an instruction has, in steps of 16 up to 128 rows, then of 32; where a warpgroup has
+// several blocks in steps of 16 from 64 rows on. The height of tiles is one of them. (More take NVRTC longer than they would save.) Where a CTA of a cluster has no rows, it multiplies
 // whatever it holds.
 template <class Config>
 struct Heights {
-  static constexpr bool kWide = GemmShape<Config>::kIsWide;
+  static constexpr bool kWide = GemmShape<Config>::kUnits > 1;
   MK_DEVICE static constexpr uint32_t at(uint32_t i) { return kWide ? kPanel + i * 16 : i < 8 ? (i + 1) * 16 : 128 + (i - 7) * 32; }
   MK_DEVICE static constexpr uint32_t index(uint32_t rows) {
     if (kWide) return rows <= kPanel ? 0 : (rows - kPanel + 15) / 16;
@@ -248,13 +258,14 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
   if constexpr (Shape::kMayBeNarrow) {
     if (op.is_narrow() && warpgroup != 0) return pass_tiles<Config>(op, storage);
   }
-  const bool traces = ptx::thread_index() == kWarpgroup;
+  const bool traces = ptx::thread_index() % kWarpgroup == 0 && (Shape::kAlternates || warpgroup == 0);
   RingPosition<kTileQueue> queue;
   const StageRing<Config> ring(op);
   StagePosition<Config> stage;
   RingPosition<Shape::kResultBuffers> block;
-  Trace trace(call.world, 1);
+  Trace trace(call.world, Shape::kAlternates ? 1 + warpgroup : 1);
   float d[Shape::kHeld];
+  [[maybe_unused]] uint32_t turns = 0;     // tiles, where the warpgroups have them in turn
   [[maybe_unused]] uint32_t rounds = 0;    // tiles whose K the cluster has shared,
   [[maybe_unused]] bool has_more = false;  // and whether there was to be another one
 #pragma unroll 1
@@ -275,6 +286,14 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       }
     }
     const uint32_t steps = op.steps(c, part);
+    if constexpr (Shape::kAlternates) {
+      const uint32_t turn = turns++;
+      if (turn % 2 != warpgroup) {
+        stage.advance_by(steps, ring.count());
+        continue;
+      }
+      if (turn != 0) ptx::mbarrier_wait(&storage.turn.ended[1 - warpgroup], (turn - 1) / 2 % 2);
+    }
     if (Op::kAdds && steps == 0) {
       if (part == 0) {
 #pragma unroll
@@ -286,7 +305,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
       if constexpr (Op::kShortTiles) multiply_part<Shape::kHalfN, true>(d, storage, ring, stage, steps, warpgroup, part > 0);
     } else if constexpr (Shape::kSwapped) {
       const uint32_t rows = Shape::kSplitsRows ? op.block_rows() : op.load_rows(c);  // whose halves begin where those of other tiles do
-      multiply_high<0, Heights<Config>::kLast>(d, storage, ring, stage, steps, warpgroup, Heights<Config>::index(rows));
+      const uint32_t of_tile = Shape::kAlternates ? 0 : warpgroup;
+      multiply_high<0, Heights<Config>::kLast>(d, storage, ring, stage, steps, of_tile, Heights<Config>::index(rows));
     } else if constexpr (Op::kTakes) {
       multiply_taken<Config>(call, d, op, storage, ring, stage, c, steps, warpgroup);
     } else if (!Op::kShortTiles && !Op::kShares && op.load_rows(c) <= warpgroup * kBlockRows) {  // with shares of K it spills

@@ -65,6 +65,13 @@ template <class Config>
   requires requires { Config::kColumns; }
 constexpr uint32_t kColumns<Config> = Config::kColumns;
 
+// 1 where consumer warpgroups have such tiles in turn, each all of its own.
+template <class Config>
+constexpr bool kAlternates = false;
+template <class Config>
+  requires requires { Config::kAlternates; }
+constexpr bool kAlternates<Config> = Config::kAlternates != 0;
+
 // 1 where the call says whether such tiles are narrow.
 template <class Config>
 constexpr bool kNarrow = false;

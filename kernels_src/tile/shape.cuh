@@ -49,18 +49,18 @@ static_assert(sizeof(TilePart) == 32, "two loads");
 // twice as many. Columns of B are in the stages' part for A, and the other way round; a thread holds two columns of 8 rows' results, not the reverse.
 // Wide tiles are kernels of their own (Config::kColumns): of 256 columns a warpgroup has 128, two blocks of 64, one after the other with the same rows; of
 // 192 columns, of which it cannot have half, it has all three blocks, and half of the rows. They load least for what they multiply.
+// Or the warpgroups have tiles of 128 columns in turn (Config::kAlternates): while one writes a result the other multiplies, as long as there are tiles.
 template <class Config>
 struct GemmShape {
   static constexpr bool kSwapped = optional::kSwapped<Config>;
   static constexpr uint32_t kBlockM = kSwapped ? optional::kColumns<Config> : 64 * kConsumerWarpgroups, kBlockK = kPanel;
-  static constexpr bool kIsWide = kBlockM > 64 * kConsumerWarpgroups, kSplitsRows = kBlockM % (64 * kConsumerWarpgroups) != 0;
-  static constexpr uint32_t kBlockN = !kIsWide      ? Config::kBlockN
-                                      : kSplitsRows ? 192
-                                                    : 160;  // rows of a tile, at most, if operands are swapped
-  static constexpr uint32_t kUnits =
-      kBlockM / (kSplitsRows ? 64 : 64 * kConsumerWarpgroups);             // blocks of 64 columns, or rows, of a warpgroup
-  static constexpr uint32_t kHeld = kBlockM * kBlockN / kConsumerThreads;  // values that a consumer thread has of a tile,
-  static constexpr uint32_t kUnitHeld = kHeld / kUnits;                    // and of each of these blocks
+  static constexpr bool kAlternates = optional::kAlternates<Config>, kSplitsRows = kBlockM % (64 * kConsumerWarpgroups) != 0;
+  static constexpr uint32_t kWarpgroups = kAlternates ? 1 : kConsumerWarpgroups;       // that multiply a tile
+  static constexpr uint32_t kUnits = kBlockM / (kSplitsRows ? 64 : 64 * kWarpgroups);  // blocks of 64 columns, or rows, of a warpgroup
+  static constexpr uint32_t kMostRows = kSplitsRows ? 192 : 160;                       // of a tile, if warpgroups have several blocks
+  static constexpr uint32_t kBlockN = kUnits > 1 ? kMostRows : Config::kBlockN;
+  static constexpr uint32_t kHeld = kBlockM * kBlockN / (kWarpgroups * kWarpgroup);  // values that a consumer thread has of a tile,
+  static constexpr uint32_t kUnitHeld = kHeld / kUnits;                              // and of each of its blocks
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice
   // (Of wide tiles A takes more of a stage, and B what is left of it, which the highest tiles are more than: there are fewer stages then.)
@@ -99,7 +99,7 @@ struct GemmShape {
   static_assert(kCluster == 1 || (kPaired && !kGated && Config::kSlices == 1), "CTAs alone, or pairs, of whole tiles of plain products");
   static_assert(kClusterK == 1 || (kCluster == 1 && optional::kShares<Config> && !kSwapped), "shares of K of whole tiles, unswapped");
   static_assert(!kSwapped || (!kMayBeLow && !kGated && Config::kSlices == 1), "whole tiles of plain products");
-  static_assert(!kIsWide || (kBlockM % 64 == 0 && kHeld <= 160 && !kMayBeNarrow && !optional::kShares<Config>),
+  static_assert(kUnits == 1 || (kSwapped && kBlockM % 64 == 0 && kHeld <= 160 && !kMayBeNarrow && !optional::kShares<Config>),
                 "registers; and whole tiles of all K");
   static_assert(!kMayBeLow || (!kPaired && !kGated && Config::kSlices == 1), "of CTAs alone, whole tiles of plain products");
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
@@ -141,7 +141,7 @@ MK_DEVICE uint32_t first_column(const TileCoordinate& c) {  // of the result
 // Consumer warpgroups that have some of a tile's result.
 template <class Config>
 MK_DEVICE uint32_t warpgroups_of(const TileCoordinate& c) {
-  return GemmShape<Config>::kMayBeNarrow && c.is_narrow ? 1 : kConsumerWarpgroups;
+  return GemmShape<Config>::kMayBeNarrow && c.is_narrow ? 1 : GemmShape<Config>::kWarpgroups;
 }
 
 // A result leaves in blocks of 64 rows x 64 columns: how many panels a consumer warpgroup has of it, and where in the tile, or in C, they begin. (With

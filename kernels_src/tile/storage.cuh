@@ -33,6 +33,20 @@ struct SumsOfCluster<1> {
   MK_DEVICE void init() {}
 };
 
+// Where consumer warpgroups have tiles in turn: whose last stage of a tile one of them has looked for, so that the other one's stages come next. (Of what
+// it has not waited for it would take an earlier lap for its own.)
+template <bool kIs>
+struct Turns {
+  uint64_t ended[kConsumerWarpgroups];
+  MK_DEVICE void init() {
+    for (uint64_t& by_warps : ended) ptx::mbarrier_init(&by_warps, kWarpgroup / 32);
+  }
+};
+template <>
+struct Turns<false> {
+  MK_DEVICE void init() {}
+};
+
 // Shared memory of a compute CTA. Barrier pairs: the past tense of what the arriving side has done.
 template <class Config>
 struct GemmStorage {
@@ -52,6 +66,7 @@ struct GemmStorage {
   Mailbox announce;
   [[no_unique_address]] Relay<Shape::kCluster> relay;
   [[no_unique_address]] SumsOfCluster<Shape::kClusterK> sums;
+  [[no_unique_address]] Turns<Shape::kAlternates> turn;
 };
 
 template <class Config>
@@ -109,7 +124,7 @@ MK_DEVICE Storage& shared_storage() {
 // Each by one thread: what the loading thread and the scheduler wait for, and the rest.
 template <class Config>
 MK_DEVICE void init_inputs(GemmStorage<Config>& storage) {
-  storage.stages.init(1, kConsumerWarps * GemmShape<Config>::kSharing);
+  storage.stages.init(1, GemmShape<Config>::kWarpgroups * (kWarpgroup / 32) * GemmShape<Config>::kSharing);
   storage.queue.init(1, kQueueReaders);
   ptx::mbarrier_init(&storage.tile_wanted, 1);
   ptx::mbarrier_init_fence();
@@ -120,6 +135,7 @@ MK_DEVICE void init_results(GemmStorage<Config>& storage) {
   storage.entries.init();
   storage.relay.init();
   storage.sums.init();
+  storage.turn.init();
   storage.announce.init();  // ends with the fence for all of them
 }
 

@@ -167,7 +167,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
     beside = frozenset({"gathered"})
-    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n", "tile_rows", "cluster_k"})
+    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n", "tile_rows", "cluster_k", "tiles_at_once"})
     modelled = True
     parameters = Parameters
     keeps = 0  # 1: shards of tagged packets are wanted in the gather buffer, too
@@ -204,7 +204,7 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
             ("packets" if plan.packets else "warps push" if plan.pushers else "CTAs push" if plan.split.intra_comm else "CTAs send")
             + shared
             + (", swapped" if plan.swapped else "")
-            + (", narrow" if plan.narrow else ", wide" if plan.wide else "")
+            + (", narrow" if plan.narrow else ", wide" if plan.wide else ", in turn" if plan.tiles_at_once > 1 else "")
             + pairs.mechanism(plan.cluster, plan.cluster_n)
         )
 

@@ -83,6 +83,8 @@ def make_plan(
     if asked.cluster_k is not None and asked.cluster_k > 1:
         asked = _sharing_in_clusters(problem, asked)
         tile = GemmTile.summing(asked.block_n or CLUSTER_K_WIDTHS[0], asked.cluster_k)
+    elif asked.tile_rows is None and (asked.tiles_at_once or 1) > 1:
+        raise TilingError(f"{asked}: warpgroups have tiles of swapped operands in turn, which tile_rows asks for")
     elif asked.tile_rows is not None:
         asked = _swapped(problem, of_class, asked)
         tile = GemmTile.deepest(SWAPPED_ROWS)
@@ -172,6 +174,7 @@ def _plan_of_class(
             *(problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, cluster_n),
             swapped=swapped,
             swapped_columns=_columns_of_swapped(asked),
+            tiles_at_once=asked.tiles_at_once or 1,
             cluster_k=asked.cluster_k or 1,
             specialize=specialize,
         )
@@ -279,15 +282,17 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
 
     Raises TilingError where there can be none as asked for.
     """
-    columns = _columns_of_swapped(asked)
+    columns, at_once = _columns_of_swapped(asked), asked.tiles_at_once or 1
     if problem.canonical or asked.packets == 2:
         raise TilingError(f"{asked}: swapped operands have no tagged packets, and no batch_invariant")
+    if at_once > 1 and (columns != SWAPPED_COLUMNS or (asked.shares or 1) > 1 or problem.topology.size > 1):
+        raise TilingError(f"{asked}: warpgroups have tiles of {SWAPPED_COLUMNS} columns in turn, in a world of one, with all of K")
     if columns != SWAPPED_COLUMNS and (asked.shares or 1) > 1:
         raise TilingError(f"{asked}: of swapped operands CTAs share K of tiles of {SWAPPED_COLUMNS} columns only")
     if columns == NARROW_COLUMNS and problem.topology.size > 1 and not asked.packets:
         raise TilingError(f"{asked}: between ranks with tiles of {NARROW_COLUMNS} columns of swapped operands shards travel in packets")
     span = problem.topology.size if asked.packets else asked.span or 1
-    tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / highest(columns)))
+    tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / highest(columns, at_once)))
     return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
 
 

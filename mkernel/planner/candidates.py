@@ -267,18 +267,19 @@ def _swapped(
         return
     in_a_row = _fours(problem, BLOCK_M) if problem.topology.size == 1 else []
     for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_a_row]:
-        for columns in _columns_of_swapped(problem, cluster * cluster_n):
-            at_most = min(highest, highest_with(columns))
-            for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), at_most, columns):
-                yield Tiling(None if columns == SWAPPED_COLUMNS else columns, None, shares, cluster, packets, cluster_n, tile_rows)
+        for columns, at_once in _kinds_of_swapped(problem, cluster * cluster_n):
+            at_most = min(highest, highest_with(columns, at_once))
+            for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), at_most, columns, at_once):
+                block_n = None if columns == SWAPPED_COLUMNS else columns
+                yield Tiling(block_n, None, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once)
 
 
-def _columns_of_swapped(problem: AllGatherGemmProblem | ReduceProblem, together: int) -> tuple[int, ...]:
-    """Columns that tiles may have; ``together``: CTAs of a cluster, which are two at most of wide tiles."""
+def _kinds_of_swapped(problem: AllGatherGemmProblem | ReduceProblem, together: int) -> list[tuple[int, int]]:
+    """Columns that tiles may have, and how many the warpgroups have at once; ``together``: CTAs of a cluster."""
     if not isinstance(problem, AllGatherGemmProblem):
-        return (SWAPPED_COLUMNS,)
-    may_be_wide = problem.topology.size == 1 and together <= 2
-    return (SWAPPED_COLUMNS, NARROW_COLUMNS, *(WIDE_COLUMNS if may_be_wide else ()))
+        return [(SWAPPED_COLUMNS, 1)]
+    several = [*((columns, 1) for columns in WIDE_COLUMNS), (SWAPPED_COLUMNS, 2)]  # blocks of columns of a warpgroup
+    return [(SWAPPED_COLUMNS, 1), (NARROW_COLUMNS, 1), *(several if problem.topology.size == 1 and together <= 2 else [])]
 
 
 def _rows_of_tiles(
@@ -288,10 +289,11 @@ def _rows_of_tiles(
     clusters_of: tuple[int, int],
     highest: int,
     columns_of_tile: int,
+    at_once: int,
 ) -> list[tuple[int, int]]:
     """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply.
 
-    ``clusters_of``: CTAs in M and in N.
+    ``clusters_of``: CTAs in M and in N; ``at_once``: tiles that the warpgroups have.
     """
     cluster, cluster_n = clusters_of
     least, columns = math.ceil(rows / highest), math.ceil(problem.n / (columns_of_tile * cluster_n))
@@ -299,12 +301,14 @@ def _rows_of_tiles(
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
     possible: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}  # by height and shares: work, and what is returned
     for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
-        height = height_of(rows, tile_rows, columns_of_tile)
+        height = height_of(rows, tile_rows, columns_of_tile, at_once)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
-        may_share = cluster * cluster_n == 1 and columns_of_tile == SWAPPED_COLUMNS
+        if at_once > 1 and taken <= clusters:  # nobody has another tile
+            continue
+        may_share = cluster * cluster_n * at_once == 1 and columns_of_tile == SWAPPED_COLUMNS
         fit = max(1, min(clusters // taken, most)) if may_share and taken else 1
         for shares in {1, fit} if taken else ():
-            work = math.ceil(taken * shares / clusters) * (height + _ROWS_BESIDE) / shares
+            work = math.ceil(taken * shares / clusters) * (height + _ROWS_BESIDE / at_once**2) / shares
             possible.setdefault((height, shares), (work, (tile_rows, shares)))
     order = [one for _, one in sorted(possible.values(), key=lambda found: found[0])]
     whole, shared = ([one for one in order if (one[1] > 1) == are_shared] for are_shared in (False, True))

@@ -86,6 +86,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     # Rows of tiles of a plane whose operands are swapped: they are as high as that needs. 0: tiles have BLOCK_M rows.
     swapped: int = 0
     swapped_columns: int = SWAPPED_COLUMNS  # of those tiles
+    tiles_at_once: int = 1  # 2: the warpgroups have those tiles in turn
     cluster_k: int = 1  # CTAs of a cluster that share K: all shares, or 1 (kernels_src/tile/cluster_sums.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
 
@@ -102,14 +103,16 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
         # With swapped operands one kernel is for all heights of tiles, and, of CTAs alone, for all shares of K.
         alone = self.ctas_together == 1 and self.problem.topology.num_nodes == 1
-        may_share = self.shares > 1 or (alone and not self.wide if self.swapped else self.packets)
+        several = self.wide or self.tiles_at_once > 1  # blocks of columns of a warpgroup
+        may_share = self.shares > 1 or (alone and not several if self.swapped else self.packets)
         packets = {"kShares": int(may_share), "kPackets": self.packets + self.tagged}
         more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
         more |= {"kClusterK": self.cluster_k} if self.cluster_k > 1 else {}
         more |= {"kSwapped": 1} if self.swapped else {}
-        more |= {"kNarrow": 1} if self.swapped and not self.wide and (self.packets or self.problem.topology.size == 1) else {}
+        more |= {"kNarrow": 1} if self.swapped and not several and (self.packets or self.problem.topology.size == 1) else {}
         more |= {"kColumns": self.swapped_columns} if self.wide else {}
+        more |= {"kAlternates": 1} if self.tiles_at_once > 1 else {}
         return self.spec_with(OP, PARAMETER_BYTES, self.ctas_together * self.cluster_k, alone=1, **more)
 
     @derived
@@ -180,7 +183,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         )
         plane_rows = span * rows
         if swapped:
-            block_rows = height_of(plane_rows, swapped, self.columns)
+            block_rows = height_of(plane_rows, swapped, self.columns, self.tiles_at_once)
             stages, tail = self.tile.stages_of(block_rows, self.columns), tail_of(plane_rows, block_rows, SWAPPED_UNIT)
         else:
             block_rows, stages, tail = BLOCK_M, 0, tail_of(plane_rows)
@@ -297,7 +300,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return (  # the first line stands for the plan in messages: it tells any two apart
             f"{OP}: a ({self.rows}, {p.k}) per rank, b ({p.k}, {p.n}) {layout}, {p.dtype}, {world} ranks, {sms} SMs"
             f"{remark(self.specialize, SPECIALIZED)}\n"
-            f"tile {self.block_rows}x{self.columns}{' of swapped operands' if self.swapped else ''}, "
+            f"tile {self.block_rows}x{self.columns}{' of swapped operands' if self.swapped else ''}"
+            f"{', of each warpgroup in turn' if self.tiles_at_once > 1 else ''}, "
             f"{self.sizes.stages or self.tile.stages} stages; {self.num_tiles} tiles"
             f"{f' over the shards of {self.span} ranks each' if self.span > 1 else ''}"
             f"{f', K shared by {self.sizes.shares} CTAs' if self.sizes.shares > 1 else ''}"

@@ -55,12 +55,13 @@ _PUT_BYTES = (128 * 1024, 4 * 1024 * 1024)
 _PUTS = 16  # per shard
 
 WARP_ROWS = 16  # of a tile: a warp's are loaded all, or none
-# Of tiles of swapped operands (kernels_src/tile/shape.cuh): columns, those of narrow ones, and rows at most. Of wide ones rows at least,
-# and, by columns, at most: so many accumulators threads have registers for.
+# Of tiles of swapped operands (kernels_src/tile/shape.cuh): columns, those of narrow ones, and rows at most. Rows at least where a
+# warpgroup has several blocks of 64 columns, and at most, by columns of wide ones and of those that warpgroups have in turn: so many
+# accumulators threads have registers for.
 SWAPPED_COLUMNS, NARROW_COLUMNS, SWAPPED_ROWS = 128, 64, 256
-_WIDE_ROWS, WIDE_COLUMNS = 64, {192: 192, 256: 160}
+_SEVERAL_ROWS, WIDE_COLUMNS, _ROWS_IN_TURN = 64, {192: 192, 256: 160}, 160
 SWAPPED_UNIT = 8  # rows of A, of which they load a multiple
-_SWAPPED_STEPS = 16, 32  # of what their height is a multiple: up to 128 rows, and beyond; that of wide ones of the former
+_SWAPPED_STEPS = 16, 32  # of what their height is a multiple: up to 128 rows, and beyond; with several blocks of the former
 
 _SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
 # Throughput of one SM against the 128 x 256 tile, measured on H200.
@@ -347,16 +348,16 @@ def tail_of(rows: int, height: int = BLOCK_M, unit: int = WARP_ROWS) -> tuple[in
     return height if last else tail, last, tail
 
 
-def highest(columns: int) -> int:
-    """Rows of tiles of swapped operands with so many columns, at most."""
-    return WIDE_COLUMNS.get(columns, SWAPPED_ROWS)
+def highest(columns: int, at_once: int = 1) -> int:
+    """Rows of tiles of swapped operands with so many columns, at most; ``at_once``: tiles that the warpgroups have."""
+    return _ROWS_IN_TURN if at_once > 1 else WIDE_COLUMNS.get(columns, SWAPPED_ROWS)
 
 
-def height_of(rows: int, tile_rows: int, columns: int = SWAPPED_COLUMNS) -> int:
+def height_of(rows: int, tile_rows: int, columns: int = SWAPPED_COLUMNS, at_once: int = 1) -> int:
     """The height of tiles of swapped operands of which so many rows hold ``rows`` rows, the least that kernels have."""
-    is_wide = columns in WIDE_COLUMNS
-    least = max(_WIDE_ROWS if is_wide else 1, -(-rows // tile_rows))
-    step = _SWAPPED_STEPS[least > BLOCK_M and not is_wide]
+    several = at_once > 1 or columns in WIDE_COLUMNS
+    least = max(_SEVERAL_ROWS if several else 1, -(-rows // tile_rows))
+    step = _SWAPPED_STEPS[least > BLOCK_M and not several]
     return -(-least // step) * step
 
 

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
     ``width``: columns of a tile, or rows at most if operands are swapped; ``cluster``: CTAs in M and in N. ``shared``: K is, by several
     CTAs, or by the ``cluster_k`` of a cluster. ``packets``: values travel in packets; ``tagged``: each with its own tag. ``pushed``: chunks
-    are pushed, or pulled, by CTAs.
+    are pushed, or pulled, by CTAs. ``at_once``: tiles that the warpgroups have.
     """
 
     width: int
@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     one_shot: bool = False
     pushed: bool = False
     cluster_k: int = 1
+    at_once: int = 1
 
 
 def op_of(problem: Any) -> str:
@@ -54,8 +55,10 @@ def kind_of(plan: Any) -> Kind:
     pushed = several and bool(plan.split.intra_comm)
     cluster = plan.cluster, plan.cluster_n
     tagged, cluster_k = bool(getattr(plan, "tagged", False)), getattr(plan, "cluster_k", 1)
-    width = highest(plan.columns) if swapped and plan.columns in WIDE_COLUMNS else plan.tile.block_n
-    return Kind(width, cluster, swapped, shared, packets, tagged, one_shot, pushed, cluster_k)
+    at_once = getattr(plan, "tiles_at_once", 1)
+    several = swapped and (plan.columns in WIDE_COLUMNS or at_once > 1)  # blocks of columns of a warpgroup
+    width = highest(plan.columns, at_once) if several else plan.tile.block_n
+    return Kind(width, cluster, swapped, shared, packets, tagged, one_shot, pushed, cluster_k, at_once)
 
 
 def _in_packets(*kinds: Kind) -> frozenset[Kind]:
@@ -76,9 +79,10 @@ _SWAPPED, _SWAPPED_SUM = Kind(256, swapped=True), Kind(192, swapped=True)
 # A world of one.
 _PRODUCTS = (
     _PLAIN
-    | {Kind(128, shared=True), Kind(192, (2, 1))}
-    | {Kind(width, shared=True, cluster_k=ctas) for width, ctas in ((64, 2), (64, 3), (64, 4), (64, 8), (128, 8))}
-    | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (1, 2), (2, 2))}
+    | {Kind(128, shared=True)}
+    | {Kind(width, shared=True, cluster_k=ctas) for width, ctas in ((64, 2), (64, 3), (64, 4), (64, 8))}
+    | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (2, 2))}
+    | {Kind(160, cluster, swapped=True, at_once=2) for cluster in ((1, 1), (1, 2), (2, 1))}
     | {Kind(192, cluster, swapped=True) for cluster in ((1, 1), (2, 1))}  # wide
 )
 _SUMS_OF_ONE = (

@@ -14,7 +14,19 @@ from mkernel.planner.allgather_gemm import AllGatherGemmPlan
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, Row, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict_network import Sent, entered, sent
-from mkernel.planner.prediction import ALONE, ITEM, LEAST_READ, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
+from mkernel.planner.prediction import (
+    ALONE,
+    IN_TURN,
+    ITEM,
+    LEAST_READ,
+    Conditions,
+    Prediction,
+    TileCost,
+    blend,
+    busy_of,
+    end_of_tile,
+    tile_cost,
+)
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan
 from mkernel.planner.spans import EXCHANGE_BYTES, exchange_seconds
 
@@ -108,7 +120,7 @@ def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, cluster_n: int = 1, stages: int = 0,
     others: int = 0, late: float = 0.0, apart: bool = False, alike: bool = False, b_row: Row | None = None,
-    group_m: int = GROUP_M, swapped: bool = False,
+    group_m: int = GROUP_M, swapped: bool = False, in_turn: bool = False,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
@@ -124,7 +136,7 @@ def _work(
     costs = functools.partial(
         tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, cluster_n, from_memory, shallow=shallow,
         apart=apart, alike=alike, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)), there=there,
-        swapped=swapped,
+        swapped=swapped, in_turn=in_turn,
     )  # fmt: skip
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
@@ -137,6 +149,8 @@ def _work(
     tensor, load, work = (whole * of_one + of_last for of_one, of_last in zip(cost, last, strict=True))
     if others and not halved:
         work = min(work, joined(tiles, int(ctas), cost.seconds, others, late))
+    if in_turn:  # that of the last tile
+        work += (1 - IN_TURN) * end_of_tile(machine, block_m, block_n, n)
     seconds = blend(work, memory)
     return _Work(tiles, cost, seconds, min(tensor, work), min(load, work), memory)
 
@@ -207,6 +221,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         b_row=row_of_b(n, k, problem.b_row_major),
         group_m=plan.group_m,
         swapped=plan.swapped > 0,
+        in_turn=plan.tiles_at_once > 1,
     )
     exchange = _sums_of_shares(plan)
     work = work._replace(seconds=work.seconds + exchange)

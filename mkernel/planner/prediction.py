@@ -5,10 +5,24 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mkernel.planner.gemm import BLOCK_K, NARROW_COLUMNS, WIDE_COLUMNS, Row
+from mkernel.planner.gemm import BLOCK_K, NARROW_COLUMNS, Row
 from mkernel.planner.machine import Machine
 
-__all__ = ["ALONE", "BATCH", "BEHIND", "LEAST_READ", "RESOURCES", "Conditions", "Prediction", "TileCost", "blend", "busy_of", "tile_cost"]
+__all__ = [
+    "ALONE",
+    "BATCH",
+    "BEHIND",
+    "IN_TURN",
+    "LEAST_READ",
+    "RESOURCES",
+    "Conditions",
+    "Prediction",
+    "TileCost",
+    "blend",
+    "busy_of",
+    "end_of_tile",
+    "tile_cost",
+]
 
 ITEM = 2  # bytes of a 16-bit element
 RESOURCES = ("tensor", "load", "memory", "link", "network", "engine", "add", "routing", "entry", "start", "latency")
@@ -27,7 +41,10 @@ _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
 _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
 _SWAPPED = {1: 0.98, 2: 1.03, 4: 1.04}  # fitted: of swapped operands, by CTAs of a cluster;
-_WIDE = {1: 1.04, 2: 1.0, 4: 1.03}  # and times that of wide tiles
+# the same of wide tiles, by their columns, and of tiles that warpgroups have in turn
+_WIDE = {192: {1: 1.02, 2: 1.04, 4: 1.07}, 256: {1: 1.04, 2: 1.08, 4: 1.1}}
+_SWAPPED_IN_TURN = {1: 1.0, 2: 1.0, 4: 1.02}
+IN_TURN = 0.3  # fitted: of what a tile costs beside its k steps, where warpgroups have tiles in turn, of all but the last
 _HALVES = 1.9  # fitted, a world of one: the same along K where a row has half a sector at either end
 # Fitted: what a row takes the SM that others of its cluster load it for, of what one takes that it loads itself.
 _RECEIVED = 0.62
@@ -154,11 +171,16 @@ def _given(blocks: int, whole: int, shared: bool = False) -> int:
     return blocks * (_WARPGROUPS if shared else 1) + -(-blocks // NARROW_COLUMNS) * whole
 
 
+def end_of_tile(machine: Machine, block_m: int, block_n: int, n: int) -> float:
+    """What a tile costs beside its k steps."""
+    return (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)
+
+
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
     cluster_n: int = 1, stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None,
     a_row: int = 0, alike: bool = False, together: int = _NEIGHBOURS, beside: bool = False, there: float = 1.0,
-    swapped: bool = False,
+    swapped: bool = False, in_turn: bool = False,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
@@ -169,7 +191,8 @@ def tile_cost(
     for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0: ``k``); ``alike``: two lines
     of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have; ``beside``: other SMs move data
     meanwhile, as also where CTAs are ``apart``: then those that multiply are no faster;
-    ``swapped``: operands are, so that each warpgroup has half of the columns, or one has all of a narrow tile's, and all rows.
+    ``swapped``: operands are, so that each warpgroup has half of the columns, or one has all of a narrow tile's, and all rows;
+    ``in_turn``: or each all of its own, so that the end of a tile is beside the beginning of the next one.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
@@ -196,13 +219,13 @@ def tile_cost(
     load = max(load, steps * _STEP)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
-    fixed = (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)
+    fixed = end_of_tile(machine, block_m, block_n, n) * (IN_TURN if in_turn else 1.0)
     longer = 1.0  # in clusters of four as long as alone
     if cluster * cluster_n == 2:
         longer = machine.paired * (_PAIRED_APART if apart else 1.0)
     longer *= _SHALLOW if shallow else 1.0
     if swapped:
-        longer *= _SWAPPED[cluster * cluster_n] * (_WIDE[cluster * cluster_n] if block_n in WIDE_COLUMNS else 1.0)
+        longer *= (_SWAPPED_IN_TURN if in_turn else _WIDE.get(block_n, _SWAPPED))[cluster * cluster_n]
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 

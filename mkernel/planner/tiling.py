@@ -10,7 +10,7 @@ __all__ = ["CLUSTER_K", "Tiling", "TilingError"]
 CLUSTER_K = 2, 3, 4, 8  # CTAs of a cluster that may share K: of other numbers an H200 has room for fewer in all
 
 _RADIX = 258  # more than any field can be, and one: so the digits of all fields have 24 bits
-_FACTOR, _PACKETS_FACTOR, _CLUSTER_K_FACTOR = 0x5BD1E9, 0x3D4D51, 0x2C1B3D  # odd
+_FACTOR, _PACKETS_FACTOR, _CLUSTER_K_FACTOR, _AT_ONCE_FACTOR = 0x5BD1E9, 0x3D4D51, 0x2C1B3D, 0x1A57D3  # odd
 
 
 class TilingError(ValueError):
@@ -43,6 +43,9 @@ class Tiling:
         of them need to be, at most 256 rows, or 192 and 128 with 192 and 256 columns; of reductions, in packets, 192.
     cluster_k
         CTAs of a cluster that share K of a tile, 1, 2, 3, 4 or 8: of ``allgather_gemm`` in a world of one. Then ``shares`` is the same.
+    tiles_at_once
+        2, with ``tile_rows``: the consumer warpgroups have tiles in turn, each all of its own, with 128 columns and at most 160 rows. Of
+        ``allgather_gemm`` in a world of one. Else 1.
     """
 
     block_n: int | None = None
@@ -53,6 +56,7 @@ class Tiling:
     cluster_n: int | None = None
     tile_rows: int | None = None
     cluster_k: int | None = None
+    tiles_at_once: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -79,6 +83,8 @@ class Tiling:
                 raise ValueError(f"{name} {ctas}: must be 1, 2 or 4, and of both 4 at most")
         if found.cluster_k not in (None, 1, *CLUSTER_K):
             raise ValueError(f"cluster_k {found.cluster_k}: must be 1, 2, 3, 4 or 8")
+        if found.tiles_at_once not in (None, 1, 2):
+            raise ValueError(f"tiles_at_once {found.tiles_at_once}: must be 1 or 2")
         return found
 
     @property
@@ -93,5 +99,6 @@ class Tiling:
         for value in (self.block_n, self.span, self.shares, self.cluster):
             digits = digits * _RADIX + (0 if value is None else value + 1)
         packets, cluster_n, tile_rows = (0 if value is None else value + 1 for value in (self.packets, self.cluster_n, self.tile_rows))
-        cluster_k = 0 if self.cluster_k is None else self.cluster_k + 1
-        return digits * _FACTOR + (packets + 4 * cluster_n + 24 * tile_rows) * _PACKETS_FACTOR + cluster_k * _CLUSTER_K_FACTOR & 0xFFFFFF
+        cluster_k, at_once = (0 if value is None else value + 1 for value in (self.cluster_k, self.tiles_at_once))
+        digits = digits * _FACTOR + (packets + 4 * cluster_n + 24 * tile_rows) * _PACKETS_FACTOR
+        return digits + cluster_k * _CLUSTER_K_FACTOR + at_once * _AT_ONCE_FACTOR & 0xFFFFFF

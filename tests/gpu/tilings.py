@@ -180,6 +180,7 @@ class Rank:
                 "packets": int(plan.packets) + int(getattr(plan, "tagged", False)),
                 "tile_rows": getattr(plan, "swapped", 0) or None,
                 "cluster_k": getattr(plan, "cluster_k", 1),
+                "tiles_at_once": getattr(plan, "tiles_at_once", 1),
             }
             tiling = Tiling(**{name: value for name, value in fields.items() if name in known})
             choice = choice_of(Split(intra_comm=plan.split.intra_comm), None, tiling)

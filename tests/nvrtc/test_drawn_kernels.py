@@ -45,6 +45,7 @@ def draw_tiling(rng: np.random.Generator) -> Tiling:
         "cluster_n": (1, 2, 4),
         "tile_rows": (1, 2, 5, 9),
         "cluster_k": (1, 2, 3, 4, 8),
+        "tiles_at_once": (1, 2),
     }
     while True:
         with contextlib.suppress(ValueError):

@@ -77,6 +77,10 @@ WORKLOADS = {
     # Wide ones: of 112 rows and 256 columns; of 160, of which each warpgroup has 80, and 192 columns.
     "wide": (Case("bfloat16", 264, 520, split="mover", tiling=Tiling(256, 1, 1, 1, 0, 1, 2)), 3, (197, 93), 20.0),
     "wide by rows": (Case("bfloat16", 264, 392, False, "mover", tiling=Tiling(192, 1, 1, 1, 0, 1, 2)), 3, (300, 129), 20.0),
+    # Several tiles of each warpgroup, and several laps of the stages for each.
+    "in turn": (Case("bfloat16", 1032, 520, tiling=Tiling(None, 1, 1, 1, 0, 1, 3, None, 2)), 2, (300, 129), 20.0),
+    "in turn short": (Case("bfloat16", 8, 1056, tiling=Tiling(None, 1, 1, 2, 0, 2, 7, None, 2)), 2, (330, 700), 20.0),
+    "in turn pairs": (Case("bfloat16", 520, 1032, False, tiling=Tiling(None, 1, 1, 2, 0, 1, 4, None, 2)), 2, (330, 129), 20.0),
     "narrow": (Case("bfloat16", 264, 264, tiling=Tiling(64, None, 1, 1, 1, 1, 2)), 4, (97, 60), 20.0),
     "narrow fours": (Case("bfloat16", 264, 264, tiling=Tiling(64, None, 1, 2, 1, 2, 3)), 3, (120, 64), 20.0),
     "narrow fours by columns": (Case("bfloat16", 264, 264, False, tiling=Tiling(64, None, 1, 2, 1, 2, 3)), 3, (120, 64), 20.0),

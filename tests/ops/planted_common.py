@@ -296,8 +296,8 @@ COMMON = [
     Bug(
         "nobody waits for the result's stores",
         "tile/epilogue.cuh",
-        "    ptx::store_wait_read<0>();\n    while (on_their_way > 0) give_back();\n  }\n",
-        "    while (on_their_way > 0) give_back();\n  }\n",
+        "    ptx::store_wait_read<0>();\n    while (on_their_way > 0) give_back();\n",
+        "    while (on_their_way > 0) give_back();\n",
         found_as="bulk stores in flight",
     ),
     Bug(
@@ -325,7 +325,7 @@ COMMON = [
     Bug(
         "a block is stored before it is written",
         "tile/epilogue.cuh",
-        "        storage.blocks[w].wait_filled(at);\n",
+        "        storage.blocks[turn + w].wait_filled(at);\n",
         found_as="missing fence.proxy.async",
     ),
     Bug(
@@ -337,7 +337,7 @@ COMMON = [
     Bug(
         "a block is never given back",
         "tile/epilogue.cuh",
-        "storage.blocks[w].take(stored);",
+        "storage.blocks[turn + w].take(stored);",
         ";",
         found_as="deadlock",
     ),

@@ -189,4 +189,36 @@ SWAPPED = [
             ),
         )
     ),
+    *(
+        Bug(what, file, text, to, world="1x1", workload="in turn")
+        for what, file, text, to in (
+            (
+                "a warpgroup does not wait for its turn",
+                "tile/multiply.cuh",
+                "if (turn != 0) ptx::mbarrier_wait(",
+                "if (false) ptx::mbarrier_wait(",
+            ),
+            (
+                "it gives the turn away with its first stage",
+                "tile/multiply.cuh",
+                "if (step + 1 == steps) end_turn",
+                "if (step == 0) end_turn",
+            ),
+            ("it takes the other one's stages", "tile/multiply.cuh", "stage.advance_by(steps, ring.count());", ""),
+            ("both have all tiles", "tile/multiply.cuh", "if (turn % 2 != warpgroup) {", "if (false) {"),
+            ("it waits for the turn before", "tile/multiply.cuh", "(turn - 1) / 2 % 2", "turn / 2 % 2"),
+            ("laps are skipped without their parity", "comm/handshake.cuh", "parity ^= laps % 2;", "parity ^= 0;"),
+            ("all tiles are stored from the first one's memory", "tile/epilogue.cuh", "turn ^= 1;", "turn ^= 0;"),
+            ("its blocks are taken where the other one's are", "tile/epilogue.cuh", "at = next_at, stored", "at = at, stored"),
+        )
+    ),
+    Bug(
+        "a turn is given away before all lanes have seen that it had come",
+        "tile/multiply.cuh",
+        "  ptx::sync_warp();  // all lanes have seen that",
+        "  //",
+        world="1x1",
+        workload="in turn short",
+        seeds=40,
+    ),
 ]

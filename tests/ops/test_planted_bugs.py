@@ -132,6 +132,7 @@ def _tsan(copy: Path, world: str, workload: str, seed: int, calls: int) -> tuple
         ("1x2", "tagged packets short"),
         ("1x2", "reduce short"),
         pytest.param("1x1", "sums in clusters", marks=pytest.mark.slow),
+        *(pytest.param("1x1", workload, marks=pytest.mark.slow) for workload in ("in turn", "in turn pairs")),
         ("1x2", "dispatch"),
         *(pytest.param("1x2", workload, marks=pytest.mark.slow) for workload in ("two shot short", "packets", "pairs warps", "fours")),
         *(

@@ -47,6 +47,8 @@ def _same(request: pytest.FixtureRequest, world: str, case: Case, rows: tuple[in
 def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: Any) -> bool:
     if (tiling.shares or 1) * 64 > shape[0]:  # fewer k steps
         return False
+    if tiling.tiles_at_once == 2 and (world != "1x1" or tiling.shares != 1):
+        return False
     if (tiling.block_n and tiling.shares != 1) or (tiling.block_n == 64 and world != "1x1" and not tiling.packets):
         return False
     at, together = topology(world), (tiling.cluster or 1) * (tiling.cluster_n or 1)
@@ -60,9 +62,9 @@ def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: 
 @pytest.mark.cases(
     world=WORLDS,
     tiling=tuple(
-        Tiling(columns, span, shares, cluster, packets, cluster_n, tile_rows)
-        for columns, (span, packets), shares, (cluster, cluster_n), tile_rows in itertools.product(
-            (None, 64, 192, 256), ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, (1, 2, 3, 5)
+        Tiling(columns, span, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once)
+        for (columns, at_once), (span, packets), shares, (cluster, cluster_n), tile_rows in itertools.product(
+            ((None, 1), (64, 1), (192, 1), (256, 1), (None, 2)), ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, (1, 2, 3, 5)
         )
     ),
     shape=((64, 256), (136, 264), (520, 136), (1032, 8)),
@@ -89,12 +91,22 @@ def test_tiles_of_all_heights(request: pytest.FixtureRequest, row_major: bool, c
         _same(request, "1x1", Case("bfloat16", 72, 8 + columns, row_major, "default", tiling=tiling), tuple(rows))
 
 
+@pytest.mark.parametrize("row_major", [True, False])
+def test_tiles_that_warpgroups_have_in_turn(request: pytest.FixtureRequest, row_major: bool, rng: np.random.Generator) -> None:
+    """Any number of tiles of a CTA, and of laps of the stages of each, whose last one may begin anywhere."""
+    for cluster, cluster_n in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        k, n = 8 * int(rng.integers(1, 200)), 8 * int(rng.integers(1, 150))
+        tiling = Tiling(None, 1, 1, cluster, None, cluster_n, int(rng.integers(1, 9)), tiles_at_once=2)
+        with env.override(MKERNEL_CPU_SMS=int(rng.integers(4, 9))):
+            _same(request, "1x1", Case("bfloat16", k, n, row_major, "default", tiling=tiling), tuple(rng.integers(1, 700, 2).tolist()))
+
+
 def test_heights_are_the_least_that_kernels_have(rng: np.random.Generator) -> None:
-    for columns, heights in _HEIGHTS.items():
-        assert highest(columns) == heights[-1]
+    for (columns, at_once), heights in (*(((columns, 1), one) for columns, one in _HEIGHTS.items()), ((128, 2), _HEIGHTS[256])):
+        assert highest(columns, at_once) == heights[-1]
         for rows, tile_rows in rng.integers(1, (4000, 40), (100, 2)).tolist():
             wanted = max(tile_rows, -(-rows // heights[-1]))
-            assert height_of(rows, wanted, columns) == min(one for one in heights if one * wanted >= rows)
+            assert height_of(rows, wanted, columns, at_once) == min(one for one in heights if one * wanted >= rows)
 
 
 def test_a_plan_has_as_many_rows_of_tiles_as_it_needs(rng: np.random.Generator) -> None:
@@ -122,6 +134,9 @@ def test_what_does_not_go_with_swapped_operands() -> None:
     for one, tiling in ((canonical, Tiling(tile_rows=1)), (problem, Tiling(packets=2, tile_rows=1))):
         with pytest.raises(TilingError, match="swapped operands have no tagged packets"):
             make_plan(one, 16, 132, tiling=tiling)
+    for tiling in (Tiling(tile_rows=1, tiles_at_once=2), Tiling(tiles_at_once=2)):
+        with pytest.raises(TilingError, match="in turn"):
+            make_plan(problem, 16, 132, tiling=tiling)
     for columns in (64, 192, 256):
         with pytest.raises(TilingError, match="CTAs share K of tiles of 128 columns only"):
             make_plan(problem, 16, 132, tiling=Tiling(columns, tile_rows=1, shares=2))

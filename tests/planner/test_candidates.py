@@ -15,7 +15,7 @@ import pytest
 from mkernel import abi
 from mkernel.planner import allgather_gemm, choice, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, highest
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
@@ -186,20 +186,29 @@ def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem,
         return
     assert all(plan.packets == (size > 1) and plan.plane_rows == all_rows for plan in found)
     clusters = [(1, 1), *clusters_of(problem, max(all_rows, BLOCK_M + 1))]
-    for columns, (cluster, cluster_n) in itertools.product((128, 64), clusters):
-        of_kind = [plan for plan in found if (plan.columns, plan.cluster, plan.cluster_n) == (columns, cluster, cluster_n)]
+    for (columns, at_once), (cluster, cluster_n) in itertools.product(((128, 1), (64, 1), (192, 1), (256, 1), (128, 2)), clusters):
+        kind = columns, at_once, cluster, cluster_n
+        of_kind = [plan for plan in found if (plan.columns, plan.tiles_at_once, plan.cluster, plan.cluster_n) == kind]
         if sms < 2 * cluster * cluster_n:
             continue
-        may_share = cluster * cluster_n == 1 and columns == 128
+        if (columns > 128 or at_once > 1) and (size > 1 or cluster * cluster_n > 2):  # blocks of columns of a warpgroup
+            assert not of_kind
+            continue
+        turns = [plan.taken * cluster * cluster_n > (plan.split.compute or 1) for plan in of_kind]
+        assert at_once == 1 or all(turns), "some CTA has two tiles"
+        if at_once > 1 and not of_kind:
+            continue
+        may_share = cluster * cluster_n == 1 and (columns, at_once) == (128, 1)
         assert 1 <= len(of_kind) <= (5 if may_share else 3 if cluster * cluster_n == 1 else 2)
         assert all(plan.shares == 1 for plan in of_kind) or may_share
         assert len({(plan.block_rows, plan.shares) for plan in of_kind}) == len(of_kind)
         best = min(predict(plan, H200).seconds for plan in of_kind)  # type: ignore[union-attr]
-        least = max(cluster, -(-all_rows // 256))
+        least = max(cluster, -(-all_rows // highest(columns, at_once)))
         for tile_rows in range(least, least + 8):
-            tiling = Tiling(columns, None, 1, cluster, 1 if size > 1 else None, cluster_n, tile_rows)
+            tiling = Tiling(columns, None, 1, cluster, 1 if size > 1 else None, cluster_n, tile_rows, tiles_at_once=at_once)
             other = allgather_gemm.make_plan(problem, rows, sms, tiling=tiling)
-            assert best <= 1.3 * predict(other, H200).seconds, (other.describe(), tile_rows)  # type: ignore[union-attr]
+            several = at_once == 1 or other.taken * cluster * cluster_n > (other.split.compute or 1)
+            assert not several or best <= 1.3 * predict(other, H200).seconds, (other.describe(), tile_rows)  # type: ignore[union-attr]
 
 
 def check_swapped_sums(found: list[ReducePlan], problem: ReduceProblem, rows: int, sms: int) -> None:

@@ -256,15 +256,16 @@ _SHARING = 2, 3, 4  # CTAs of a cluster that share K: programs have few SMs
 class AllGatherGemm(Gemm):
     """``packets``: 1, shards travel in packets, as far as there is room; 2, in tagged ones; 0, in what is chosen, or ``split`` asks for.
 
-    ``tile_rows``: of swapped operands; 0: they are not. ``narrow``: those tiles have 64 columns, with packets. ``cluster_k``: CTAs of a
-    cluster that share K, in a world of one.
+    ``tile_rows``: of swapped operands; 0: they are not. ``columns``: of those tiles; 64 only with packets. ``tiles_at_once``: 2, the
+    warpgroups have them in turn, in a world of one; and ``cluster_k``: CTAs of a cluster that share K there.
     """
 
     op: ClassVar[str] = "allgather_gemm"
     mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets", "tagged packets")
     packets: int = 0
     tile_rows: int = 0
-    narrow: bool = False
+    columns: int = 128
+    tiles_at_once: int = 1
     cluster_k: int = 1
 
     @classmethod
@@ -279,7 +280,8 @@ class AllGatherGemm(Gemm):
     def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
         packets = cls.mechanisms.index(mechanism)
         tile_rows = rng.choice((0, 0, 1, 2, 5)) if packets < 2 else 0
-        return {"packets": packets, "tile_rows": tile_rows, "narrow": packets == 1 and tile_rows > 0 and rng.random() < 0.5}
+        columns = rng.choice((64, 128, 192, 256)) if tile_rows else 128
+        return {"packets": packets, "tile_rows": tile_rows, "columns": columns if packets == 1 else max(128, columns)}
 
     def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
         if self.packets:
@@ -292,7 +294,8 @@ class AllGatherGemm(Gemm):
         possible = [ctas for ctas in _SHARING if ctas <= -(-self.k // 64)] if world.size == 1 and not self.tile_rows else []
         if possible and rng.random() < _PAIRED:
             return dataclasses.replace(self, split=None, cluster_k=rng.choice(possible))
-        found = super()._perhaps_paired(rng, world)
+        in_turn = world.size == 1 and self.tile_rows > 0 and self.columns == 128 and rng.random() < _PAIRED
+        found = super(AllGatherGemm, dataclasses.replace(self, tiles_at_once=2) if in_turn else self)._perhaps_paired(rng, world)
         if self.packets == 0 or found.together == 1:
             return found
         return dataclasses.replace(found, split=rng.choice((None, mk.Split(compute=found.together))))
@@ -303,9 +306,9 @@ class AllGatherGemm(Gemm):
             return Tiling(cluster_k=self.cluster_k)
         if not self.packets and not self.tile_rows:
             return super().tiling
-        width = 64 if self.packets == 2 or self.narrow else None
-        packets, tile_rows = self.packets or None, self.tile_rows or None
-        return Tiling(width, cluster=self.cluster, packets=packets, cluster_n=self.cluster_n, tile_rows=tile_rows)
+        width = 64 if self.packets == 2 else self.columns if self.columns != 128 else None
+        packets, tile_rows, at_once = self.packets or None, self.tile_rows or None, self.tiles_at_once
+        return Tiling(width, None, None, self.cluster, packets, self.cluster_n, tile_rows, tiles_at_once=at_once if at_once > 1 else None)
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)
