@@ -57,6 +57,8 @@ _SUMS_OF_SHARES, _SUM_OF_SHARE = 1.0e-6, 0.4e-6
 # Fitted: sums of shares by the CTAs of a cluster (docs/speed_log.md, "K shared by the CTAs of a cluster"), for each tile, and bytes per
 # second from each CTA, to all others and to one.
 _SUM_IN_CLUSTER, _BETWEEN_SMS, _TO_ONE_SM = 1.0e-6, 25e9, 40e9
+# Fitted, of swapped operands: how much longer the end of a tile takes where its CTA has another one, of what it takes otherwise.
+_SWAPPED_BETWEEN = 0.8
 _DEEP = 4  # stages that hide what loads wait for
 _STEPS = 8  # groups of tiles that are followed one by one
 
@@ -149,8 +151,11 @@ def _work(
     tensor, load, work = (whole * of_one + of_last for of_one, of_last in zip(cost, last, strict=True))
     if others and not halved:
         work = min(work, joined(tiles, int(ctas), cost.seconds, others, late))
-    if in_turn:  # that of the last tile
-        work += (1 - IN_TURN) * end_of_tile(machine, block_m, block_n, n)
+    end = end_of_tile(machine, block_m, block_n, n)
+    if in_turn:
+        work += (1 - IN_TURN) * end  # of the last tile
+    elif swapped:
+        work += _SWAPPED_BETWEEN * max(0.0, turns - 1) * end
     seconds = blend(work, memory)
     return _Work(tiles, cost, seconds, min(tensor, work), min(load, work), memory)
 

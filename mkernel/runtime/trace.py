@@ -27,6 +27,7 @@ __all__ = ["FLAGS", "Trace", "trace"]
 
 # What a communication thread does tells its role, so that a trace needs no plan and may hold calls of several ops.
 _ROLE_OF_KIND = {
+    TraceKind.tile: Role.compute,  # of the second consumer warpgroup, where it has tiles of its own
     TraceKind.send: Role.intra_comm,
     TraceKind.forward: Role.intra_comm,
     TraceKind.put: Role.inter_send,
@@ -308,6 +309,6 @@ def _last_to_end(events: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 
 def _lane_role(kinds: NDArray[Any]) -> int:
-    """Role of one communication thread: its first interval that is not a wait says it."""
+    """Role of one communication, or second computing, thread: its first interval that is not a wait says it."""
     roles = (_ROLE_OF_KIND.get(TraceKind(int(kind))) for kind in kinds)
     return next((int(role) for role in roles if role is not None), int(Role.intra_comm))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mkernel as mk
 from mkernel import env
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan, may_travel_in_packets
 from mkernel.planner.choice import plan_allgather_gemm
@@ -99,6 +101,23 @@ def test_tiles_that_warpgroups_have_in_turn(request: pytest.FixtureRequest, row_
         tiling = Tiling(None, 1, 1, cluster, None, cluster_n, int(rng.integers(1, 9)), tiles_at_once=2)
         with env.override(MKERNEL_CPU_SMS=int(rng.integers(4, 9))):
             _same(request, "1x1", Case("bfloat16", k, n, row_major, "default", tiling=tiling), tuple(rng.integers(1, 700, 2).tolist()))
+
+
+def _turns(world: mk.World) -> Any:
+    a, b = (np.ones(shape, "float16") for shape in ((700, 136), (136, 1304)))
+    plan = mk.plan("allgather_gemm", a, b, tiling={"tile_rows": 5, "tiles_at_once": 2}, world=world)
+    with mk.trace(world) as trace:
+        plan.run(a, b)
+    return trace.events
+
+
+def test_both_warpgroups_compute_in_turn() -> None:
+    with env.override(MKERNEL_CPU_SMS=4):
+        (events,) = mk.launch(_turns, ranks=1, target="cpu")
+    assert not events["role"].any(), "compute"
+    tiles = collections.Counter(zip(events["cta"].tolist(), events["lane"].tolist(), strict=True))
+    assert all(0 <= tiles[cta, 1] - tiles[cta, 2] <= 1 for cta in range(4))
+    assert sorted(events["argument"].tolist()) == list(range(55))
 
 
 def test_heights_are_the_least_that_kernels_have(rng: np.random.Generator) -> None:
