@@ -97,7 +97,8 @@ class MismatchError(Error):
     ...     mk.launch(lambda world: world.empty((1 + world.rank, 8), "float16"), ranks=2, target="cpu")
     ... except mk.MismatchError as error:
     ...     print(error)
-    the ranks disagree: rank 0 asked for an array of 16 bytes: [1, 8] float16 after 0 calls; rank 1 asked for an array of 32 bytes: ...
+    the ranks disagree: rank 0 asked for an array of 16 bytes: [1, 8] float16, on a heap with 0 bytes taken, 0 of workspace
+    after 0 calls; rank 1 asked for an array of 32 bytes: ...
     """
 
 
