@@ -303,7 +303,7 @@ def left_over(cluster_k: int | None) -> int:
 
 def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling:
     """What is asked for of clusters that share K. Raises TilingError where there can be none as asked for."""
-    alone = all(getattr(asked, name) in (None, 1) for name in ("span", "cluster", "cluster_n")) and not asked.packets
+    alone = all(getattr(asked, name) in (None, 1) for name in ("span", "cluster", "cluster_n", "tiles_at_once")) and not asked.packets
     alone = alone and asked.tile_rows is None and asked.shares in (None, asked.cluster_k) and asked.block_n in (None, *CLUSTER_K_WIDTHS)
     if problem.topology.size > 1 or problem.canonical or not alone:
         rule = "CTAs of a cluster share K of tiles of 64 or 128 columns in a world of one, without batch_invariant, and with nothing else"

@@ -40,7 +40,7 @@ class Tiling:
         CTAs that load rows of A together, for neighbours in N. 1, 2 or 4; times ``cluster`` at most 4.
     tile_rows
         Operands are swapped: tiles have 128 columns, or of ``allgather_gemm`` as many as ``block_n`` says, and are as high as so many rows
-        of them need to be, at most 256 rows, or 192 and 128 with 192 and 256 columns; of reductions, in packets, 192.
+        of them need to be, at most 256 rows, or 192 and 160 with 192 and 256 columns; of reductions, in packets, 192.
     cluster_k
         CTAs of a cluster that share K of a tile, 1, 2, 3, 4 or 8: of ``allgather_gemm`` in a world of one. Then ``shares`` is the same.
     tiles_at_once

@@ -91,7 +91,9 @@ NAMED = (
     _named("sums beside clusters of two by two", "planner/reduce.py", "topology.num_nodes == 1 and 1 in asked", "topology.num_nodes == 1"),
     _named("classes that were not examined", "planner/choice.py", "in classes(EXAMINED_ROWS) if rows not in seconds", "in ()"),
     _named("candidates of clusters on every SM", "planner/candidates.py", "ctas_of_clusters(sm_count, cluster * cluster_n)", "sm_count"),
-    _named("heights that instructions do not have", "planner/gemm.py", "_SWAPPED_STEPS[least > BLOCK_M and not several]", "_SWAPPED_STEPS[0]"),
+    _named(
+        "heights that instructions do not have", "planner/gemm.py", "_SWAPPED_STEPS[least > BLOCK_M and not several]", "_SWAPPED_STEPS[0]"
+    ),
     _named("links are not waited for", "planner/predict_gemm.py", "end = max(end, start + entry + links)", "pass"),
     _named("rows that mates hand on cost nothing", "planner/predict_gemm.py", "begin + pushing + forwarding)", "begin + pushing)"),
     _named("switches carry everything", "planner/machine.py", "max(nodes - 1, beyond * self.oversubscription)", "(nodes - 1)"),

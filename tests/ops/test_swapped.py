@@ -156,6 +156,8 @@ def test_what_does_not_go_with_swapped_operands() -> None:
     for tiling in (Tiling(tile_rows=1, tiles_at_once=2), Tiling(tiles_at_once=2)):
         with pytest.raises(TilingError, match="in turn"):
             make_plan(problem, 16, 132, tiling=tiling)
+    with pytest.raises(TilingError, match="with nothing else"):
+        make_plan(problem, 16, 132, tiling=Tiling(tiles_at_once=2, cluster_k=2))
     for columns in (64, 192, 256):
         with pytest.raises(TilingError, match="CTAs share K of tiles of 128 columns only"):
             make_plan(problem, 16, 132, tiling=Tiling(columns, tile_rows=1, shares=2))
