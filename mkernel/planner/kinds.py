@@ -79,7 +79,7 @@ _SWAPPED, _SWAPPED_SUM = Kind(256, swapped=True), Kind(192, swapped=True)
 # A world of one.
 _PRODUCTS = (
     _PLAIN
-    | {Kind(128, shared=True)}
+    | {Kind(128, (2, 2))}
     | {Kind(width, shared=True, cluster_k=ctas) for width, ctas in ((64, 2), (64, 3), (64, 4), (64, 8))}
     | {_SWAPPED._replace(cluster=cluster) for cluster in ((1, 1), (2, 2))}
     | {Kind(160, cluster, swapped=True, at_once=2) for cluster in ((1, 1), (1, 2), (2, 1))}
