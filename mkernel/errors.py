@@ -115,8 +115,8 @@ class CompileError(Error):
     >>> try:
     ...     mk.launch(rank, ranks=2, target="cpu")
     ... except mk.CompileError as error:
-    ...     print(error)
-    allgather_gemm is not in the cache ..., and compiling is switched off (MKERNEL_NO_COMPILE)
+    ...     print("in CI:", error)
+    in CI: ... is not in the cache ..., and compiling is switched off (MKERNEL_NO_COMPILE)
     >>> _ = os.environ.pop("MKERNEL_NO_COMPILE")
     """
 
