@@ -48,7 +48,10 @@ MK_DEVICE void write_blocks(const Call& call, const float (&d)[GemmShape<Config>
 #pragma unroll
   for (uint32_t i = 0; i < Shape::kUnits * Shape::kPanels; ++i) {
     const uint32_t unit = i / Shape::kPanels, panel = i % Shape::kPanels;
-    if (panel >= panels_of<Config>(op, c)) continue;
+    if (panel >= panels_of<Config>(op, c)) {
+      if constexpr (Shape::kUnits == 1) break;
+      continue;
+    }
     char* block = begin();
 #pragma unroll
     for (uint32_t j = 0; j < kPanel / 16; ++j) {
