@@ -299,6 +299,7 @@ def _rows_of_tiles(
     least, columns = math.ceil(rows / highest), math.ceil(problem.n / (columns_of_tile * cluster_n))
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
+    beside = _ROWS_BESIDE * max(1.0, SWAPPED_COLUMNS / columns_of_tile) / at_once**2  # rows of fewer columns take less
     possible: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}  # by height and shares: work, and what is returned
     for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
         height = height_of(rows, tile_rows, columns_of_tile, at_once)
@@ -308,11 +309,12 @@ def _rows_of_tiles(
         may_share = cluster * cluster_n * at_once == 1 and columns_of_tile == SWAPPED_COLUMNS
         fit = max(1, min(clusters // taken, most)) if may_share and taken else 1
         for shares in {1, fit} if taken else ():
-            work = math.ceil(taken * shares / clusters) * (height + _ROWS_BESIDE / at_once**2) / shares
+            work = math.ceil(taken * shares / clusters) * (height + beside) / shares
             possible.setdefault((height, shares), (work, (tile_rows, shares)))
     order = [one for _, one in sorted(possible.values(), key=lambda found: found[0])]
     whole, shared = ([one for one in order if (one[1] > 1) == are_shared] for are_shared in (False, True))
-    return [*whole[: _TRIED_WHOLE if cluster * cluster_n == 1 else _TRIED_TOGETHER], *shared[:_TRIED_SHARED]]
+    is_wide = columns_of_tile in WIDE_COLUMNS  # and lower ones, of which all SMs have one, load more
+    return [*whole[: _TRIED_WHOLE if is_wide or cluster * cluster_n == 1 else _TRIED_TOGETHER], *shared[:_TRIED_SHARED]]
 
 
 def _reductions(
