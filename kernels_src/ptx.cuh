@@ -485,7 +485,7 @@ MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>
   Atom::fma(a..., b, d[First + I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 }  // namespace detail
-template <uint32_t N, Element E, Major A, Major B, uint32_t First = 0, uint32_t Count>  // D is in N / 2 registers of `d`
+template <uint32_t N, Element E, Major A, Major B, uint32_t First = 0, uint32_t Count>  // D is in N / 2 of `d`, from First on
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
   detail::fma<typename detail::Atom<N, E, A, B>::Type, First>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
 }

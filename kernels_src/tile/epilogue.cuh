@@ -46,31 +46,30 @@ MK_DEVICE void write_blocks(const Call& call, const float (&d)[GemmShape<Config>
   const uint32_t row = warp * 16 + lane % 16;  // the row whose address this lane gives to stmatrix
   const MaskedBlock<Config, Op> masked(call, op, c, storage, warpgroup);
 #pragma unroll
-  for (uint32_t i = 0; i < Shape::kUnits * Shape::kPanels; ++i) {
-    const uint32_t unit = i / Shape::kPanels, panel = i % Shape::kPanels;
-    if (panel >= panels_of<Config>(op, c)) {
-      if constexpr (Shape::kUnits == 1) break;
-      continue;
-    }
-    char* block = begin();
+  for (uint32_t unit = 0; unit < Shape::kUnits; ++unit) {
 #pragma unroll
-    for (uint32_t j = 0; j < kPanel / 16; ++j) {
-      if (Shape::kUnits > 1 && panel * (kPanel / 2) + j * 8 >= Shape::kUnitHeld) break;  // no tile has so many rows
-      const Results<Config> e(op, d, unit * Shape::kUnitHeld + panel * (kPanel / 2) + j * 8);
-      if constexpr (Shape::kSwapped) {  // 16 rows x this warp's 16 columns
-        const uint32_t at = j * 16 + lane / 16 * 8 + lane % 8, column = (warp * 2 + lane / 8 % 2) ^ (at % 8);
-        ptx::stmatrix_x4_transposed(block + at * kSwizzleBytes + column * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
-                                    ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
-                                    ptx::pack<Shape::kElement>(e[6], e[7]));
-        continue;
+    for (uint32_t panel = 0; panel < Shape::kPanels; ++panel) {
+      if (panel >= panels_of<Config>(op, c)) break;
+      char* block = begin();
+#pragma unroll
+      for (uint32_t j = 0; j < kPanel / 16; ++j) {
+        if (Shape::kUnits > 1 && panel * (kPanel / 2) + j * 8 >= Shape::kUnitHeld) break;  // no tile has so many rows
+        const Results<Config> e(op, d, unit * Shape::kUnitHeld + panel * (kPanel / 2) + j * 8);
+        if constexpr (Shape::kSwapped) {  // 16 rows x this warp's 16 columns
+          const uint32_t at = j * 16 + lane / 16 * 8 + lane % 8, column = (warp * 2 + lane / 8 % 2) ^ (at % 8);
+          ptx::stmatrix_x4_transposed(block + at * kSwizzleBytes + column * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
+                                      ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
+                                      ptx::pack<Shape::kElement>(e[6], e[7]));
+          continue;
+        }
+        const uint32_t chunk = (2 * j + lane / 16) ^ (row % 8);  // 128-byte swizzle
+        ptx::stmatrix_x4(block + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
+                         ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
+                         ptx::pack<Shape::kElement>(e[6], e[7]));
       }
-      const uint32_t chunk = (2 * j + lane / 16) ^ (row % 8);  // 128-byte swizzle
-      ptx::stmatrix_x4(block + row * kSwizzleBytes + chunk * 16, ptx::pack<Shape::kElement>(e[0], e[1]),
-                       ptx::pack<Shape::kElement>(e[2], e[3]), ptx::pack<Shape::kElement>(e[4], e[5]),
-                       ptx::pack<Shape::kElement>(e[6], e[7]));
+      masked.store(panel, block);
+      end();
     }
-    masked.store(panel, block);
-    end();
   }
 }
 

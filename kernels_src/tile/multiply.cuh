@@ -182,14 +182,14 @@ MK_DEVICE void multiply_rows(float (&d)[GemmShape<Config>::kHeld], GemmStorage<C
 }
 
 // Swapped operands: as many rows of a tile, or a few more, as an instruction has, in steps of 16 up to 128 rows, then of 32; where a warpgroup has
-// several blocks in steps of 16 from 64 rows on. The height of tiles is one of them. (More take NVRTC longer than they would save.) Where a CTA of a cluster has no rows, it multiplies
-// whatever it holds.
+// several blocks in steps of 16 from 64 rows on. The height of tiles is one of them. (More take NVRTC longer than they would save.) Where a CTA of a
+// cluster has no rows, it multiplies whatever it holds.
 template <class Config>
 struct Heights {
-  static constexpr bool kWide = GemmShape<Config>::kUnits > 1;
-  MK_DEVICE static constexpr uint32_t at(uint32_t i) { return kWide ? kPanel + i * 16 : i < 8 ? (i + 1) * 16 : 128 + (i - 7) * 32; }
+  static constexpr bool kSeveral = GemmShape<Config>::kUnits > 1;
+  MK_DEVICE static constexpr uint32_t at(uint32_t i) { return kSeveral ? kPanel + i * 16 : i < 8 ? (i + 1) * 16 : 128 + (i - 7) * 32; }
   MK_DEVICE static constexpr uint32_t index(uint32_t rows) {
-    if (kWide) return rows <= kPanel ? 0 : (rows - kPanel + 15) / 16;
+    if (kSeveral) return rows <= kPanel ? 0 : (rows - kPanel + 15) / 16;
     return rows == 0 ? 0 : rows <= 128 ? (rows + 15) / 16 - 1 : (rows - 128 + 31) / 32 + 7;
   }
   static constexpr uint32_t kLast = index(GemmShape<Config>::kBlockN);

@@ -202,8 +202,7 @@ struct BasicOp {
   MK_DEVICE void store_result(const Entered&, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem,
                               int32_t plane = 0) const {
     if constexpr (Shape::kSwapped) {  // the last panel of a block may have fewer rows, for which there is a map of its own
-      const uint32_t of_block = Shape::kUnits == 1 ? Shape::kPanels : panels(c);
-      const uint32_t unit = Shape::kUnits == 1 ? 0 : panel / of_block, first = (panel - unit * of_block) * kBlockRows;
+      const uint32_t unit = Shape::kUnits == 1 ? 0 : panel / panels(c), first = (panel - unit * panels(c)) * kBlockRows;
       const abi::TensorMap* map = first + kBlockRows <= rows_of_warpgroup() ? &p.c_map : &p.c_tail_map;
       const uint32_t column = Shape::kSplitsRows ? unit : warpgroup * Shape::kUnits + unit;
       const uint32_t row = c.m * block_rows() + (Shape::kSplitsRows ? warpgroup * rows_of_warpgroup() : 0) + first;

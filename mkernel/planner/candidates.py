@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.derived import replaced
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, WIDE_COLUMNS, GemmTile, height_of
-from mkernel.planner.gemm import highest as highest_with
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, WIDE_COLUMNS, GemmTile, height_of, highest
 from mkernel.planner.pairs import ctas_of_clusters
 from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
@@ -257,18 +256,18 @@ def _swapped_gathers(
 
 
 def _swapped(
-    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, highest: int, packets: int | None = None
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, most_rows: int, packets: int | None = None
 ) -> Iterator[Tiling]:
     """Operands swapped, where all rows are one plane: of each kind of cluster the numbers of rows of tiles by which SMs have least to do.
 
-    ``rows``: of the plane; ``highest``: tiles; ``packets``: as tilings have it.
+    ``rows``: of the plane; ``most_rows``: of a tile; ``packets``: as tilings have it.
     """
     if problem.canonical or rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
         return
     in_a_row = _fours(problem, BLOCK_M) if problem.topology.size == 1 else []
     for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_a_row]:
         for columns, at_once in _kinds_of_swapped(problem, cluster * cluster_n):
-            at_most = min(highest, highest_with(columns, at_once))
+            at_most = min(most_rows, highest(columns, at_once))
             for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), at_most, columns, at_once):
                 block_n = None if columns == SWAPPED_COLUMNS else columns
                 yield Tiling(block_n, None, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once)
@@ -287,16 +286,16 @@ def _rows_of_tiles(
     rows: int,
     sm_count: int,
     clusters_of: tuple[int, int],
-    highest: int,
+    most_rows: int,
     columns_of_tile: int,
     at_once: int,
 ) -> list[tuple[int, int]]:
     """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply.
 
-    ``clusters_of``: CTAs in M and in N; ``at_once``: tiles that the warpgroups have.
+    ``clusters_of``: CTAs in M and in N; ``most_rows``: of a tile; ``at_once``: tiles that the warpgroups have.
     """
     cluster, cluster_n = clusters_of
-    least, columns = math.ceil(rows / highest), math.ceil(problem.n / (columns_of_tile * cluster_n))
+    least, columns = math.ceil(rows / most_rows), math.ceil(problem.n / (columns_of_tile * cluster_n))
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
     beside = _ROWS_BESIDE * max(1.0, SWAPPED_COLUMNS / columns_of_tile) / at_once**2  # rows of fewer columns take less

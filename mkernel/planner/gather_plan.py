@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
+from mkernel.planner import gemm
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_COLUMNS, SWAPPED_UNIT, GemmPlan, height_of, raster, shift_of, tail_of
@@ -103,7 +104,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
         # With swapped operands one kernel is for all heights of tiles, and, of CTAs alone, for all shares of K.
         alone = self.ctas_together == 1 and self.problem.topology.num_nodes == 1
-        several = self.wide or self.tiles_at_once > 1  # blocks of columns of a warpgroup
+        several = gemm.several_blocks(self.swapped_columns, self.tiles_at_once)
         may_share = self.shares > 1 or (alone and not several if self.swapped else self.packets)
         packets = {"kShares": int(may_share), "kPackets": self.packets + self.tagged}
         more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
@@ -169,7 +170,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         tile of swapped operands are stored: those of each consumer warpgroup, where each has half of them.
         """
         sliced = self.b_columns if self.slices > 1 and not self.problem.b_row_major else 0
-        blocks = 2 if self.wide and self.swapped_columns % SWAPPED_COLUMNS else 1
+        blocks = 2 if self.swapped and gemm.halves_rows(self.swapped_columns) else 1
         return self.parts, self.planes, self.columns, sliced, self.cluster, int(self.shares > 1), blocks
 
     @derived

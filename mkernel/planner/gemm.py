@@ -348,14 +348,24 @@ def tail_of(rows: int, height: int = BLOCK_M, unit: int = WARP_ROWS) -> tuple[in
     return height if last else tail, last, tail
 
 
+def several_blocks(columns: int, at_once: int = 1) -> bool:
+    """Whether a warpgroup has several blocks of 64 columns of tiles of swapped operands; ``at_once``: tiles that the warpgroups have."""
+    return at_once > 1 or columns in WIDE_COLUMNS
+
+
+def halves_rows(columns: int) -> bool:
+    """Whether each warpgroup has half of the rows of such tiles, and all columns."""
+    return columns > SWAPPED_COLUMNS and columns % SWAPPED_COLUMNS != 0
+
+
 def highest(columns: int, at_once: int = 1) -> int:
-    """Rows of tiles of swapped operands with so many columns, at most; ``at_once``: tiles that the warpgroups have."""
+    """Rows of tiles of swapped operands with so many columns, at most."""
     return _ROWS_IN_TURN if at_once > 1 else WIDE_COLUMNS.get(columns, SWAPPED_ROWS)
 
 
 def height_of(rows: int, tile_rows: int, columns: int = SWAPPED_COLUMNS, at_once: int = 1) -> int:
     """The height of tiles of swapped operands of which so many rows hold ``rows`` rows, the least that kernels have."""
-    several = at_once > 1 or columns in WIDE_COLUMNS
+    several = several_blocks(columns, at_once)
     least = max(_SEVERAL_ROWS if several else 1, -(-rows // tile_rows))
     step = _SWAPPED_STEPS[least > BLOCK_M and not several]
     return -(-least // step) * step

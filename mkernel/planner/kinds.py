@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mkernel.planner.allgather_gemm import OP as GATHER
 from mkernel.planner.candidates import WIDTHS
-from mkernel.planner.gemm import WIDE_COLUMNS, highest
+from mkernel.planner.gemm import highest, several_blocks
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER
 from mkernel.planner.topology import Topology
 
@@ -56,8 +56,7 @@ def kind_of(plan: Any) -> Kind:
     cluster = plan.cluster, plan.cluster_n
     tagged, cluster_k = bool(getattr(plan, "tagged", False)), getattr(plan, "cluster_k", 1)
     at_once = getattr(plan, "tiles_at_once", 1)
-    several = swapped and (plan.columns in WIDE_COLUMNS or at_once > 1)  # blocks of columns of a warpgroup
-    width = highest(plan.columns, at_once) if several else plan.tile.block_n
+    width = highest(plan.columns, at_once) if swapped and several_blocks(plan.columns, at_once) else plan.tile.block_n
     return Kind(width, cluster, swapped, shared, packets, tagged, one_shot, pushed, cluster_k, at_once)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mkernel.planner.gemm import BLOCK_K, NARROW_COLUMNS, Row
+from mkernel.planner.gemm import BLOCK_K, NARROW_COLUMNS, Row, halves_rows
 from mkernel.planner.machine import Machine
 
 __all__ = [
@@ -158,11 +158,6 @@ def _once(block_m: int, block_n: int, rows: int = _NEIGHBOURS) -> float:
     return rows * block_m + _NEIGHBOURS / rows * block_n
 
 
-def _halves_rows(columns: int) -> bool:
-    """Whether the warpgroups have half of the rows of tiles of swapped operands each, and all of so many columns."""
-    return columns > NARROW_COLUMNS and columns % (_WARPGROUPS * NARROW_COLUMNS) != 0
-
-
 def _given(blocks: int, whole: int, shared: bool = False) -> int:
     """Rows of 128 bytes that shared memory gives in a k step: of ``blocks``, in blocks of 64, once, and with each block ``whole``.
 
@@ -200,7 +195,7 @@ def tile_cost(
     clock = min(machine.boost, free)
     tensor = 2.0 * block_m * block_n * BLOCK_K * steps / (machine.sm_flops * clock * speed)
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
-    given = _given(block_n, block_m, _halves_rows(block_n)) if swapped else _given(block_m, block_n)
+    given = _given(block_n, block_m, halves_rows(block_n)) if swapped else _given(block_m, block_n)
     shared = (given + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
     of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
     is_alone = cluster == cluster_n == 1

@@ -109,8 +109,8 @@ BUGS = [
     Bug(
         "a tile is announced before its masked blocks are there",
         "tile/epilogue.cuh",
-        "    masked.store(panel, block);\n    end();",
-        "    end();\n    masked.store(panel, block);",
+        "      masked.store(panel, block);\n      end();",
+        "      end();\n      masked.store(panel, block);",
         "announced before",
     ),
     Bug("lanes read before others have written", "tile/masked.cuh", "      ptx::sync_warp();  // all lanes have written the block\n"),
