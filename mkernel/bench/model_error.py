@@ -113,10 +113,13 @@ def measured(folder: Path) -> list[Measured]:
     return list(found.values())
 
 
+_CHOSEN_SINCE = {"span", "shares", "cluster", "packets"}  # fields that the planner did not choose when there were reports already
+
+
 def _tiling(known: Sequence[str], op: str, topology: Topology) -> Tiling | None:
     """What tiles covered that were measured before the planner chose fields of ``Tiling`` beside those that are ``known`` in the report."""
     has_packets = topology.size > 1 and op == "allgather_gemm"  # reductions have always had them
-    since = tilings_of(op) - {"block_n", "cluster_n", "tile_rows", "cluster_k", *known} - (set() if has_packets else {"packets"})
+    since = tilings_of(op) & _CHOSEN_SINCE - set(known) - (set() if has_packets else {"packets"})
     return Tiling(**{name: int(name != "packets") for name in since}) if since else None
 
 

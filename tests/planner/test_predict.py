@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mkernel import env
+from mkernel.bench import model_error
 from mkernel.bench.model_error import fit, held_out, measured, quantiles
 from mkernel.bench.shapes import drawn
 from mkernel.errors import ArgumentError
@@ -48,6 +49,14 @@ def test_the_error_is_what_is_aimed_at() -> None:
         assert worst <= 0.30, (op, world)
     others = [row for row in rows if row not in of_gemm]
     assert quantiles(row.error() for row in others)[0] <= 0.2
+
+
+@pytest.mark.parametrize("op", ["gemm", "allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"])
+def test_what_is_predicted_of_a_report_is_what_the_planner_chooses(op: str) -> None:
+    """But for fields that it did not choose when there were reports already: a new one would have all reports predicted by other plans."""
+    fields = "span", "shares", "cluster", "packets"
+    assert model_error._tiling(fields, op, Topology(4, 4)) is None
+    assert model_error._tiling((), op, Topology(4, 4)).fields <= set(fields)  # type: ignore[union-attr]
 
 
 def test_a_report_is_predicted_on_the_network_that_it_names() -> None:
