@@ -29,10 +29,7 @@ _PULLING = (14,)  # beside what the rules have
 _TAGGED_WIDTH, _TAGGED_ROUNDS = 64, 2  # of gathers: more rounds never pay, and wider tiles would be more kernels (docs/speed_log.md)
 # Of workspace: in one step every rank has room for all partial tiles of all ranks. Larger results are no faster by it (docs/benchmarks.md).
 _ONE_STEP_BYTES = 64 << 20
-# Of swapped operands: how many more rows of tiles than needed are looked at, of which so many are predicted of CTAs alone, with all of K
-# and with shares of it, and in clusters. What a tile costs beside its rows, in rows.
-_MORE_TILE_ROWS, _TRIED_WHOLE, _TRIED_SHARED, _TRIED_TOGETHER = 8, 3, 2, 2
-_ROWS_BESIDE = 32
+_MORE_TILE_ROWS = 8  # of swapped operands: how many more rows of tiles than needed are looked at
 _ADDED_AT_ONCE = 4  # shares of K whose packets a thread looks at together (kernels_src/tile/shares.cuh)
 _LOW_ROWS = 48  # up to so many rows swapped operands gain nothing in a world of one (docs/speed_log.md)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
@@ -258,7 +255,7 @@ def _swapped_gathers(
 def _swapped(
     problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, most_rows: int, packets: int | None = None
 ) -> Iterator[Tiling]:
-    """Operands swapped, where all rows are one plane: of each kind of cluster the numbers of rows of tiles by which SMs have least to do.
+    """Operands swapped, where all rows are one plane: of each kind of cluster all numbers of rows of tiles that may be of use.
 
     ``rows``: of the plane; ``most_rows``: of a tile; ``packets``: as tilings have it.
     """
@@ -290,7 +287,7 @@ def _rows_of_tiles(
     columns_of_tile: int,
     at_once: int,
 ) -> list[tuple[int, int]]:
-    """Rows of tiles of swapped operands, and shares of their K, by which the busiest SM has least to multiply.
+    """Rows of tiles of swapped operands, each height once, and shares of their K.
 
     ``clusters_of``: CTAs in M and in N; ``most_rows``: of a tile; ``at_once``: tiles that the warpgroups have.
     """
@@ -298,8 +295,7 @@ def _rows_of_tiles(
     least, columns = math.ceil(rows / most_rows), math.ceil(problem.n / (columns_of_tile * cluster_n))
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
-    beside = _ROWS_BESIDE * max(1.0, SWAPPED_COLUMNS / columns_of_tile) / at_once**2  # rows of fewer columns take less
-    possible: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}  # by height and shares: work, and what is returned
+    possible: dict[tuple[int, int], int] = {}  # by height and shares
     for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
         height = height_of(rows, tile_rows, columns_of_tile, at_once)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
@@ -308,12 +304,8 @@ def _rows_of_tiles(
         may_share = cluster * cluster_n * at_once == 1 and columns_of_tile == SWAPPED_COLUMNS
         fit = max(1, min(clusters // taken, most)) if may_share and taken else 1
         for shares in {1, fit} if taken else ():
-            work = math.ceil(taken * shares / clusters) * (height + beside) / shares
-            possible.setdefault((height, shares), (work, (tile_rows, shares)))
-    order = [one for _, one in sorted(possible.values(), key=lambda found: found[0])]
-    whole, shared = ([one for one in order if (one[1] > 1) == are_shared] for are_shared in (False, True))
-    is_wide = columns_of_tile in WIDE_COLUMNS  # and lower ones, of which all SMs have one, load more
-    return [*whole[: _TRIED_WHOLE if is_wide or cluster * cluster_n == 1 else _TRIED_TOGETHER], *shared[:_TRIED_SHARED]]
+            possible.setdefault((height, shares), tile_rows)
+    return [(tile_rows, shares) for (_, shares), tile_rows in possible.items()]
 
 
 def _reductions(

@@ -90,7 +90,7 @@ NAMED = (
     ),
     _named("sums beside clusters of two by two", "planner/reduce.py", "topology.num_nodes == 1 and 1 in asked", "topology.num_nodes == 1"),
     _named("classes that were not examined", "planner/choice.py", "in classes(EXAMINED_ROWS) if rows not in seconds", "in ()"),
-    _named("candidates of clusters on every SM", "planner/candidates.py", "ctas_of_clusters(sm_count, cluster * cluster_n)", "sm_count"),
+    _named("low tiles are left out", "planner/candidates.py", "_MORE_TILE_ROWS = 8", "_MORE_TILE_ROWS = 7"),
     _named(
         "heights that instructions do not have", "planner/gemm.py", "_SWAPPED_STEPS[least > BLOCK_M and not several]", "_SWAPPED_STEPS[0]"
     ),

@@ -177,7 +177,7 @@ def every_all_reduce_by_the_other_algorithm(problem: ReduceProblem, rows: int, s
 
 
 def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem, rows: int, sms: int) -> None:
-    """Swapped operands where all rows are one plane: of each kind of cluster few plans, none much slower than any other."""
+    """Swapped operands where all rows are one plane: of each kind of cluster the fastest of all heights of tiles is among them."""
     size, all_rows = problem.topology.size, rows * problem.topology.size
     assert len({plan.digest for plan in found}) == len(found)
     one_plane = size == 1 or allgather_gemm.may_travel_in_packets(problem, rows)
@@ -196,19 +196,17 @@ def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem,
             continue
         turns = [plan.taken * cluster * cluster_n > (plan.split.compute or 1) for plan in of_kind]
         assert at_once == 1 or all(turns), "some CTA has two tiles"
-        if at_once > 1 and not of_kind:
-            continue
         may_share = cluster * cluster_n == 1 and (columns, at_once) == (128, 1)
-        assert 1 <= len(of_kind) <= (5 if may_share else 3 if cluster * cluster_n == 1 or columns > 128 else 2)
+        assert len(of_kind) <= (16 if may_share else 8)
         assert all(plan.shares == 1 for plan in of_kind) or may_share
         assert len({(plan.block_rows, plan.shares) for plan in of_kind}) == len(of_kind)
-        best = min(predict(plan, H200).seconds for plan in of_kind)  # type: ignore[union-attr]
+        best = min((predict(plan, H200).seconds for plan in of_kind), default=math.inf)  # type: ignore[union-attr]
         least = max(cluster, -(-all_rows // highest(columns, at_once)))
         for tile_rows in range(least, least + 8):
             tiling = Tiling(columns, None, 1, cluster, 1 if size > 1 else None, cluster_n, tile_rows, tiles_at_once=at_once)
             other = allgather_gemm.make_plan(problem, rows, sms, tiling=tiling)
             several = at_once == 1 or other.taken * cluster * cluster_n > (other.split.compute or 1)
-            assert not several or best <= 1.3 * predict(other, H200).seconds, (other.describe(), tile_rows)  # type: ignore[union-attr]
+            assert not several or best <= predict(other, H200).seconds, (other.describe(), tile_rows)  # type: ignore[union-attr]
 
 
 def check_swapped_sums(found: list[ReducePlan], problem: ReduceProblem, rows: int, sms: int) -> None:
@@ -221,13 +219,13 @@ def check_swapped_sums(found: list[ReducePlan], problem: ReduceProblem, rows: in
     assert all(plan.packets and reduce.fits_packets(plan) and plan.block_rows <= 192 for plan in found)
     for cluster, cluster_n in [(1, 1), *clusters_of(problem, max(all_rows, BLOCK_M + 1))]:
         of_kind = [plan for plan in found if (plan.cluster, plan.cluster_n) == (cluster, cluster_n)]
-        assert len(of_kind) <= (5 if cluster * cluster_n == 1 else 2)
+        assert len(of_kind) <= (16 if cluster * cluster_n == 1 else 8)
         assert all(plan.shares == 1 for plan in of_kind) or cluster * cluster_n == 1
         if of_kind and sms >= 2 * cluster * cluster_n:
             best, least = min(predict(plan, H200).seconds for plan in of_kind), max(cluster, -(-all_rows // 192))  # type: ignore[union-attr]
             for tile_rows in range(least, least + 8):
                 other = reduce.make_plan(problem, rows, sms, tiling=Tiling(None, None, 1, cluster, 1, cluster_n, tile_rows))
-                assert not other.swapped or best <= 1.3 * predict(other, H200).seconds, other.describe()  # type: ignore[union-attr]
+                assert not other.swapped or best <= predict(other, H200).seconds, other.describe()  # type: ignore[union-attr]
     assert found or topology.size * all_rows * problem.n > 1 << 20, "few values have room"
 
 
@@ -259,7 +257,7 @@ def test_each_plan_is_compared_once_and_none_is_left_out(world: Topology, rng: n
 
 @pytest.mark.parametrize("world", [world for world in WORLDS if world.num_nodes == 1], ids=str)
 def test_swapped_operands_on_any_device(world: Topology, rng: np.random.Generator) -> None:
-    """Any number of SMs, and so of clusters: as many as run at once are what candidates are ordered by."""
+    """Any number of SMs, and so of clusters."""
     for _ in range(40):
         n, k, sms = 8 * int(2 ** rng.uniform(4, 10)), 8 * int(2 ** rng.uniform(7, 11)), int(rng.integers(12, 160))
         rows = class_of(math.ceil(2 ** rng.uniform(6, 11) / world.size))
