@@ -4,8 +4,6 @@
 // "Warp" functions must be reached by all 32 lanes, "warpgroup" functions by all 128 threads, everything else by any one thread.
 #ifndef MK_PTX_CUH  // a named guard: where kernels_src/cpu/ptx.cuh came first, this file is empty
 #define MK_PTX_CUH
-#include <cute/arch/mma_sm90_gmma.hpp>
-
 #include "abi.h"
 
 #define MK_DEVICE __device__ __forceinline__
@@ -426,6 +424,9 @@ MK_DEVICE void stmatrix_x4_transposed(void* row, uint32_t m0, uint32_t m1, uint3
 // ---- wgmma (warpgroup): D (64 x N, float32) += A (64 x 16, shared or registers) * B (16 x N, shared)
 // Thread t of the warpgroup holds of D the rows r = t / 32 * 16 + t % 32 / 4 and r + 8: d[4 j + 2 i + h] is row r + 8 i, column 8 j + t % 4 * 2 + h.
 enum class Major : uint32_t { kK = 0, kMN = 1 };  // which dimension of the operand is contiguous in shared memory
+}  // namespace ptx
+#include "wgmma.cuh"
+namespace ptx {
 
 // Shared-memory matrix descriptor for 128-byte swizzle. Byte strides as in the PTX ISA, "matrix descriptor":
 // K-major: `stride` between groups of 8 rows, `leading` unused (1). MN-major: `leading` between blocks of 64 columns, `stride` between groups of 8 k.
@@ -447,47 +448,25 @@ MK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" 
 // All but the last `Pending` groups are complete: `d`, of one of these, may be read. Most: the first so many have been in use, of every `Of`; 0: all.
 template <uint32_t Pending, uint32_t Most = 0, uint32_t Of = ~0u, uint32_t Count>
 MK_DEVICE void wgmma_wait(float (&d)[Count]) {
-#pragma unroll
-  for (uint32_t i = 0; i < Count; ++i)
-    if (Most == 0 || i % Of < Most) asm volatile("" : "+f"(d[i])::"memory");
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 #pragma unroll
   for (uint32_t i = 0; i < Count; ++i)
     if (Most == 0 || i % Of < Most) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-namespace detail {
-namespace gmma = cute::SM90::GMMA;
-constexpr gmma::Major major(Major m) { return m == Major::kK ? gmma::Major::K : gmma::Major::MN; }
-// clang-format off
-template <uint32_t N, Element E, Major A, Major B> struct Atom;
-#define MK_ATOM(n)                                                                                                                          \
-  template <Major A, Major B> struct Atom<n, Element::kBFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_SS<major(A), major(B)>; }; \
-  template <Major A, Major B> struct Atom<n, Element::kFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
-MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
-#ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // by the generated source, for tiles of any height
-MK_ATOM(16) MK_ATOM(32) MK_ATOM(40) MK_ATOM(48) MK_ATOM(56) MK_ATOM(72) MK_ATOM(80) MK_ATOM(88) MK_ATOM(96) MK_ATOM(112) MK_ATOM(144) MK_ATOM(160) MK_ATOM(224)
-#endif
-#undef MK_ATOM
-template <uint32_t N, Element E, Major B> struct RegisterAtom;  // A in registers
-#define MK_ATOM(n)                                                                                                                          \
-  template <Major B> struct RegisterAtom<n, Element::kBFloat16, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_RS<gmma::Major::K, major(B)>; }; \
-  template <Major B> struct RegisterAtom<n, Element::kFloat16, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_RS<gmma::Major::K, major(B)>; };
-MK_ATOM(64) MK_ATOM(128)
-#undef MK_ATOM
-// 0 .. N-1 as a pack. Not <cuda/std/utility>: that header costs NVRTC 1.4 s, everything else here together 0.15 s.
-template <uint32_t... I> struct Indices {};
-template <uint32_t N, uint32_t... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
-template <uint32_t... I> struct IndicesTo<0, I...> { using Type = Indices<I...>; };
-// clang-format on
-template <class Atom, uint32_t First = 0, uint32_t Count, uint32_t... I, class... A>
-MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>, A... a) {
-  Atom::fma(a..., b, d[First + I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
-}
-}  // namespace detail
 template <uint32_t N, Element E, Major A, Major B, uint32_t First = 0, uint32_t Count>  // D is in N / 2 of `d`, from First on
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
-  detail::fma<typename detail::Atom<N, E, A, B>::Type, First>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
+  if constexpr (N % 64 == 0) {
+    detail::fma<typename detail::Atom<N, E, A, B>::Type, First>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
+  } else {
+    static_assert(B == Major::kK, "wgmma.cuh");
+    detail::Instruction<N>::template multiply<E, A, First>(d, detail::descriptors(a, b, accumulate));
+  }
+}
+// A k step of four instructions whose K is 16, with B's K contiguous, as one statement: fence, products, commit, and a wait for the step before.
+template <uint32_t N, Element E, Major A, uint32_t Count>
+MK_DEVICE void wgmma_step(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
+  detail::Step<N>::template multiply<E, A>(d, detail::descriptors(a, b, accumulate));
 }
 // The same with A in four registers of each thread, two packed elements each: word i of thread t is row r + 8 (i % 2), columns 8 (i / 2) + t % 4 * 2 and
 // one more. So two neighbours of D, packed, are a word of A: word i of k step s is d[8 s + 2 i] and d[8 s + 2 i + 1]. They stay until it is done.

@@ -359,6 +359,16 @@ MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate)
   static_assert(N % 8 == 0 && N <= 256, "wgmma shape");
   mkc_wgmma(d + First, N, static_cast<uint32_t>(E), static_cast<uint32_t>(A), static_cast<uint32_t>(B), a, nullptr, b, accumulate);
 }
+template <uint32_t N, Element E, Major A, uint32_t Count>
+MK_DEVICE void wgmma_step(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
+  wgmma_fence();
+  for (uint32_t i = 0; i < 4; ++i) {
+    wgmma<N, E, A, Major::kK>(d, advance_descriptor(a, i * (A == Major::kK ? 32 : 2048)), advance_descriptor(b, i * 32),
+                              accumulate || i > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<1>(d);
+}
 template <uint32_t N, Element E, Major B, uint32_t Count>
 MK_DEVICE void wgmma_registers(float (&d)[Count], const uint32_t* a, uint64_t b, bool accumulate) {
   static_assert(Count >= N / 2, "accumulators");

@@ -141,11 +141,15 @@ MK_DEVICE void multiply_part(float (&d)[GemmShape<Config>::kHeld], GemmStorage<C
     const char* b = ring.b(storage, stage.index) + (kSharesA ? warpgroup * kApart : 0);
     const StageOperands operands = stage_operands<Config>(a, b);
     storage.stages.wait_filled(stage);
-    multiply_stage<N, Config>(d, operands, accumulate || step > 0);
-    if constexpr (Shape::kAlternates) {
-      if (step + 1 == steps) end_turn(storage);
+    if constexpr (Shape::kSwapped && Shape::kUnits == 1) {
+      ptx::wgmma_step<N, Shape::kElement, Shape::kMajorA>(d, operands.a, operands.b, accumulate || step > 0);
+    } else {
+      multiply_stage<N, Config>(d, operands, accumulate || step > 0);
+      if constexpr (Shape::kAlternates) {
+        if (step + 1 == steps) end_turn(storage);
+      }
+      ptx::wgmma_wait<1, N / 2, Shape::kUnitHeld>(d);
     }
-    ptx::wgmma_wait<1, N / 2, Shape::kUnitHeld>(d);
     if (previous != kStop) give_back<Config>(storage, previous);
     previous = stage.index;
     stage.advance(ring.count());

@@ -29,8 +29,7 @@ def render(spec: KernelSpec) -> str:
     members = ", ".join(f"{name} = {value}u" for name, value in _constants(spec).items())
     lines = textwrap.wrap(f"static constexpr uint32_t {members};", _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     body = "\n".join("  " + line for line in lines)
-    more = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n" if ("kSwapped", 1) in spec.constants else ""  # tiles of any height
-    return f'{more}#include "ptx.cuh"\nstruct Config {{\n{body}\n}};\n#include "{spec.name}.cuh"\n'
+    return f'#include "ptx.cuh"\nstruct Config {{\n{body}\n}};\n#include "{spec.name}.cuh"\n'
 
 
 def _constants(spec: KernelSpec) -> dict[str, int]:

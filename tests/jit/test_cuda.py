@@ -93,6 +93,26 @@ def test_sass_has_the_instructions() -> None:
         assert instruction in sass
 
 
+@pytest.mark.parametrize("width", [64, 112, 256])
+@pytest.mark.parametrize("float16", [0, 1])
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_a_step_as_one_statement_is_four_instructions(width: int, float16: int, transposed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The text of kernels_src/wgmma.cuh: of 112 columns beside itself, of 64 and 256 beside CUTLASS's atoms; registers apart."""
+    found = []
+    for whole in (0, 1):
+        constants = (("kWidth", width), ("kFloat16", float16), ("kTransposed", transposed), ("kWhole", whole))
+        spec = KernelSpec("step", constants, threads=128, shared_bytes=70_000, parameter_bytes=192)
+        sass = cuda.disassemble(cuda.compile(spec, include=[KERNELS]))
+        if sass is None:
+            pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+        instructions = re.findall(r"^\s+/\*[0-9a-f]{4}\*/\s+(.*?) ;", sass, re.MULTILINE)
+        kinds = ("HGMMA", "WARPGROUP", "UIADD3")  # products, fences and waits, and steps of descriptors
+        found.append(sorted(re.sub(r"\b(U?[RP])\d+", r"\1", one) for one in instructions if one.startswith(kinds)))
+    assert found[0] == found[1]
+    assert sum(one.startswith("HGMMA") for one in found[1]) == 4
+    assert caplog.text == ""  # no warning of spills or serialized wgmma
+
+
 def test_a_cold_compilation_is_quick() -> None:
     """0.15 s alone; <cuda/std/utility> in ptx.cuh once made it 1.5 s. Warm the library up first, then allow for a busy machine."""
     cuda.compile(PLAIN, include=[KERNELS])

@@ -314,9 +314,7 @@ COMMON = [
         found_as="deadlock",
     ),
     Bug("a stage is given back before it is read", "tile/multiply.cuh", "    ptx::wgmma_wait<1, N / 2, Shape::kUnitHeld>(d);\n"),
-    Bug(
-        "nobody waits for a stage", "tile/multiply.cuh", "    storage.stages.wait_filled(stage);\n    multiply_stage", "    multiply_stage"
-    ),
+    Bug("nobody waits for a stage", "tile/multiply.cuh", "storage.stages.wait_filled(stage);\n    if", "if"),
     Bug(
         "a block is written while the last one is stored",
         "tile/epilogue.cuh",

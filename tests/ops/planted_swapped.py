@@ -54,7 +54,7 @@ SWAPPED = [
                 "tile/multiply.cuh",
                 "k * (Shape::kMajorA == ptx::Major::kMN ? kSwizzleBytes : 2)",
                 "k * 2",
-                "swapped",
+                "wide",
             ),
             (
                 "the lane of an odd column stores the first row",
@@ -188,6 +188,20 @@ SWAPPED = [
                 "narrow fours by columns",
             ),
         )
+    ),
+    Bug(
+        "nobody waits for a stage of tiles of any height",
+        "tile/multiply.cuh",
+        "storage.stages.wait_filled(stage);\n    if",
+        "if",
+        workload="swapped",
+    ),
+    Bug(
+        "such a stage is given back before it is read",
+        "tile/multiply.cuh",
+        "if (previous != kStop) give_back<Config>(storage, previous);\n    previous = stage.index;",
+        "previous = stage.index;\n    give_back<Config>(storage, previous);",
+        workload="swapped",
     ),
     *(
         Bug(what, file, text, to, world="1x1", workload="in turn")

@@ -24,6 +24,7 @@ MK_DEVICE void multiply(char *smem) {
     ptx::wgmma<Config::kWidth, kElement, kA, kB>(d, descriptor + i,
                                                  descriptor + i, i != 0);
     ptx::wgmma_commit();
+    ptx::wgmma_step<Config::kWidth, kElement, kA>(d, descriptor, descriptor, true);
     ptx::wgmma_wait<0>(d);
   }
   float sum = 0.0f;
