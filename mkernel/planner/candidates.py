@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
@@ -35,48 +35,33 @@ _LOW_ROWS = 48  # up to so many rows swapped operands gain nothing in a world of
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 
 
-class MayWin(Protocol):
-    """By columns of a tile, CTAs of a cluster, and CTAs that do not multiply, at least: False where no plan with such tiles is wanted."""
-
-    def __call__(self, block_n: int, cluster: int, others: int, cluster_n: int = 1) -> bool: ...
-
-
-def _always(block_n: int, cluster: int, others: int, cluster_n: int = 1) -> bool:
-    return True
-
-
 def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> Any:
     if isinstance(problem, AllGatherGemmProblem):
         return allgather_gemm.make_plan(problem, rows, sm_count, specialize=specialize)
     return reduce.make_plan(problem, rows, sm_count, specialize=specialize)
 
 
-def candidates(
-    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None, may_win: MayWin = _always
-) -> Iterator[Any]:
-    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles.
-
-    ``may_win``: asked before a plan whose K is not shared is made.
-    """
+def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None) -> Iterator[Any]:
+    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles."""
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
     if isinstance(problem, AllGatherGemmProblem):
-        yield from _gathers(problem, rows, sm_count, specialize, rules, may_win)
+        yield from _gathers(problem, rows, sm_count, specialize, rules)
     else:
-        yield from _reductions(problem, rows, sm_count, specialize, rules, may_win)
+        yield from _reductions(problem, rows, sm_count, specialize, rules)
         if problem.op == ALLREDUCE and problem.algorithm is None and problem.topology.num_nodes == 1 < problem.topology.size:
-            yield from _by_another_algorithm(problem, rows, sm_count, specialize, rules, may_win)
+            yield from _by_another_algorithm(problem, rows, sm_count, specialize, rules)
 
 
 def _gathers(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
 ) -> Iterator[AllGatherGemmPlan]:
     topology = problem.topology
     if topology.size == 1:
-        yield from _products(problem, rows, sm_count, specialize, rules, may_win)
+        yield from _products(problem, rows, sm_count, specialize, rules)
         return
     if allgather_gemm.may_travel_in_packets(problem, rows):
-        yield from _in_packets(problem, rows, sm_count, specialize, rules, may_win)
+        yield from _in_packets(problem, rows, sm_count, specialize, rules)
     if rules.packets:
         return
     inside, most = topology.num_nodes == 1, max(1, sm_count // 4)
@@ -85,20 +70,18 @@ def _gathers(
     for split in [Split(intra_comm=ctas) for ctas in pushing if ctas <= most] if inside else [Split()]:
         pushed_by_warps = inside and not split.intra_comm  # a warp that pushes stands in front of the loads of both CTAs of a pair
         for width in WIDTHS:
-            if may_win(width, 1, 0):
-                plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
-                if plan != rules:
-                    yield plan
-                for span in spans if split.intra_comm or topology.size == 2 else ():
-                    tiling = Tiling(width, span, 1)
-                    spanning = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
-                    if spanning not in (plan, rules):
-                        yield spanning
+            plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
+            if plan != rules:
+                yield plan
+            for span in spans if split.intra_comm or topology.size == 2 else ():
+                tiling = Tiling(width, span, 1)
+                spanning = allgather_gemm.make_plan(problem, rows, sm_count, split, specialize=specialize, tiling=tiling)
+                if spanning not in (plan, rules):
+                    yield spanning
             yield from (plan for plan in _sharing_of_shards(problem, rows, sm_count, split, specialize, width) if plan != rules)
             for clusters in _pairs(problem, rows) if width in PAIRED_WIDTHS and not pushed_by_warps else ():
-                if may_win(width, clusters[0], 0, clusters[1]):
-                    plans = _in_pairs(problem, rows, sm_count, split, specialize, width, clusters)
-                    yield from (plan for plan in plans if plan != rules)
+                plans = _in_pairs(problem, rows, sm_count, split, specialize, width, clusters)
+                yield from (plan for plan in plans if plan != rules)
 
 
 def _in_pairs(
@@ -158,28 +141,26 @@ def _sharings(
     sm_count: int,
     widths: tuple[int, ...],
     known: tuple[int, int] | None,
-    may_win: MayWin,
 ) -> Iterator[tuple[int, int]]:
     """Widths of tiles and shares of their K, one of them among these, but ``known``; narrow tiles only where all are worked on at once."""
     for width in widths:
         if width == WIDTHS[-1] and math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width) > sm_count:
             continue
         for shares in (1, *_shares(problem, rows, sm_count, width)):
-            if (width, shares) != known and (shares > 1 or may_win(width, 1, 0)):
+            if (width, shares) != known:
                 yield width, shares
 
 
 def _in_packets(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
 ) -> Iterator[AllGatherGemmPlan]:
     """Where shards travel in packets, or could: as in a world of one; in tagged ones, where each CTA takes its rows in few rounds."""
     all_rows, asked = rows * problem.topology.size, None if rules.packets else 1
     known = (rules.tile.block_n, rules.shares) if rules.packets else None
-    alone = (Tiling(width, None, shares, 1, asked) for width, shares in _sharings(problem, all_rows, sm_count, WIDTHS, known, may_win))
+    alone = (Tiling(width, None, shares, 1, asked) for width, shares in _sharings(problem, all_rows, sm_count, WIDTHS, known))
     pairs = (
         Tiling(width, None, 1, cluster, asked, cluster_n)
         for width, (cluster, cluster_n) in itertools.product(PAIRED_WIDTHS, _clusters(problem, all_rows))
-        if may_win(width, cluster, 0, cluster_n)
     )
     for tiling in itertools.chain([None] if rules.packets else [], alone, pairs):
         plan = rules
@@ -214,17 +195,16 @@ def _clusters(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> list[
 
 
 def _products(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, may_win: MayWin
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
 ) -> Iterator[AllGatherGemmPlan]:
     """In a world of one, where the width, shares and pairs are all that plans of a class differ in."""
     for width in WIDTHS:
-        if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster) and may_win(width, 1, 0):
+        if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster):
             yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), GemmTile.deepest(width), specialize)
         for cluster, cluster_n in _clusters(problem, rows):
-            if may_win(width, cluster, 0, cluster_n):
-                pairs = Tiling(width, 1, 1, cluster, None, cluster_n)
-                with contextlib.suppress(SplitError):  # few SMs
-                    yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=pairs)
+            pairs = Tiling(width, 1, 1, cluster, None, cluster_n)
+            with contextlib.suppress(SplitError):  # few SMs
+                yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=pairs)
         for shares in _shares(problem, rows, sm_count, width):
             if (width, shares) != (rules.tile.block_n, rules.shares):
                 tiling = Tiling(width, 1, shares)
@@ -308,9 +288,7 @@ def _rows_of_tiles(
     return [(tile_rows, shares) for (_, shares), tile_rows in possible.items()]
 
 
-def _reductions(
-    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
-) -> Iterator[ReducePlan]:
+def _reductions(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
     topology = problem.topology
     most = max(1, sm_count // 4)
     pulls = problem.op == ALLREDUCE and topology.num_nodes == 1 < topology.size and not rules.one_shot
@@ -318,21 +296,16 @@ def _reductions(
     widths = WIDTHS if topology.size == 1 and rows <= _FEW_ROWS else WIDTHS[:-1]
     if rules.span > 1:  # a reduce-scatter in packets: or by partial tiles
         for width in widths:
-            if may_win(width, 1, 0):
-                yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
+            yield reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, 1))
     if rules.packets:
-        yield from _sharing(problem, rows, sm_count, specialize, rules, may_win)
+        yield from _sharing(problem, rows, sm_count, specialize, rules)
     if rules.packets or (problem.op == REDUCE_SCATTER and reduce.may_be_packed(problem)):
-        yield from _in_clusters(problem, rows, sm_count, specialize, may_win, WIDTHS[-2:] if rules.packets else WIDTHS[-2:-1])
+        yield from _in_clusters(problem, rows, sm_count, specialize, WIDTHS[-2:] if rules.packets else WIDTHS[-2:-1])
         yield from _of_swapped(problem, rows, sm_count, specialize)
-    may_share = reduce.are_few(problem, rows)  # then a plan of a width may share K unasked
     for split in [Split(), *(Split(intra_comm=ctas) for ctas in _PULLING if pulls and ctas <= most)]:
-        pulling = (split.intra_comm or reduce.fewest_pulling(sm_count)) if pulls and not rules.everywhere else 0
         for width in widths:
             tile = GemmTile.deepest(width, sent=True)
-            clusters = [(m, n) for m, n in _clusters_of_tiles(problem, rows, width) if may_win(width, m, pulling, n)]
-            if not (may_share or may_win(width, 1, pulling) or clusters):
-                continue
+            clusters = _clusters_of_tiles(problem, rows, width)
             # Where everyone adds up everything, groups are those of the tile that was made narrower.
             known = split == Split() and width == rules.tile.block_n and not rules.everywhere and rules.cluster == 1
             plan = rules if known else reduce.make_plan(problem, rows, sm_count, split, tile, specialize=specialize)
@@ -355,41 +328,35 @@ def _clusters_of_tiles(problem: ReduceProblem, rows: int, width: int) -> list[tu
 
 
 def _by_another_algorithm(
-    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
+    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan
 ) -> Iterator[ReducePlan]:
     """Plans of an all-reduce, whose problem leaves it open, by the algorithm that the rules did not choose."""
-    other, few = "two_shot" if rules.one_shot else "one_shot", reduce.are_few(problem, rows)
+    other = "two_shot" if rules.one_shot else "one_shot"
     for width in WIDTHS[:-1]:
-        if few or may_win(width, 1, 0):
-            tile = GemmTile.deepest(width, sent=True)
-            plan = reduce.make_plan(problem, rows, sm_count, Split(), tile, specialize=specialize, algorithm=other)
-            if plan.tile.block_n == width and (not plan.one_shot or plan.workspace_bytes <= _ONE_STEP_BYTES):
-                yield plan
+        tile = GemmTile.deepest(width, sent=True)
+        plan = reduce.make_plan(problem, rows, sm_count, Split(), tile, specialize=specialize, algorithm=other)
+        if plan.tile.block_n == width and (not plan.one_shot or plan.workspace_bytes <= _ONE_STEP_BYTES):
+            yield plan
 
 
-def _sharing(
-    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan, may_win: MayWin
-) -> Iterator[ReducePlan]:
+def _sharing(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, rules: ReducePlan) -> Iterator[ReducePlan]:
     """Reductions in packets, with K shared and without."""
     known = rules.tile.block_n, rules.shares
-    for width, shares in _sharings(problem, rows * rules.span, sm_count, WIDTHS[-2:], known, may_win):
+    for width, shares in _sharings(problem, rows * rules.span, sm_count, WIDTHS[-2:], known):
         plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=Tiling(width, None, shares))
         if plan.packets and plan.shares == shares:  # there is room
             yield plan
 
 
-def _in_clusters(
-    problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, may_win: MayWin, widths: tuple[int, ...]
-) -> Iterator[ReducePlan]:
+def _in_clusters(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None, widths: tuple[int, ...]) -> Iterator[ReducePlan]:
     """In packets, by clusters of CTAs, as far as there is room: tiles of a reduce-scatter then have rows of several owners."""
     all_rows = rows * (problem.topology.size if problem.op == REDUCE_SCATTER else 1)
     for width, (cluster, cluster_n) in itertools.product(widths, _clusters(problem, all_rows)):
-        if may_win(width, cluster, 0, cluster_n):
-            with contextlib.suppress(SplitError):  # few SMs
-                tiling = Tiling(width, None, 1, cluster, 1, cluster_n)
-                plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
-                if plan.packets:
-                    yield plan
+        with contextlib.suppress(SplitError):  # few SMs
+            tiling = Tiling(width, None, 1, cluster, 1, cluster_n)
+            plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+            if plan.packets:
+                yield plan
 
 
 def _of_swapped(problem: ReduceProblem, rows: int, sm_count: int, specialize: str | None) -> Iterator[ReducePlan]:

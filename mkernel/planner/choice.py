@@ -16,13 +16,11 @@ from mkernel import env
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.candidates import candidates
-from mkernel.planner.gemm import choose_load_rows, row_of_b
-from mkernel.planner.kinds import op_of, serves_all
+from mkernel.planner.kinds import serves_all
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
-from mkernel.planner.predict_gemm import least_seconds
 from mkernel.planner.prediction import ALONE, Conditions
-from mkernel.planner.reduce import ALLREDUCE, ReducePlan, ReduceProblem
+from mkernel.planner.reduce import ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split
@@ -45,6 +43,14 @@ _WORTH_OF_TILES = 0.9
 _WORTH_OF_SWAPPED = 0.95  # of the latter with swapped operands
 _WORTH_OF_PACKETS = 0.8, 0.95  # of a reduction in tiles, which take less than predicted; with swapped operands (docs/speed_log.md)
 _WORTH_OF_PUSHED = 0.95  # the same of gathers whose chunks are pushed by CTAs, of which most times are known (docs/speed_log.md)
+
+
+class Promised(NamedTuple):
+    """A candidate, the seconds that it is predicted to take, and the share of the rules' time that it must stay below."""
+
+    plan: Any
+    seconds: float
+    worth: float
 
 
 class Ranked(NamedTuple):
@@ -82,34 +88,23 @@ def _fastest(
     specialize: str | None,
     kept: frozenset[Any] | None = None,
 ) -> Any:
-    """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels.
+    """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels."""
 
-    Plans whose tiles alone take longer than they may are not made: of some 12 candidates that is most of what a choice costs.
-    """
-    below = math.inf  # what a candidate must be to be chosen
+    def is_allowed(plan: Any) -> bool:
+        return plan.spec in kept if kept is not None else _may_be_chosen(plan)
 
-    @functools.cache
-    def least(block_n: int, cluster: int, others: int, cluster_n: int) -> float:
-        rows = of_class * (1 if allreduce else problem.topology.size)
-        load_rows = choose_load_rows(of_class)
-        n, k = problem.n, problem.k
-        b_row = row_of_b(n, k, problem.b_row_major)
-        return least_seconds(machine, ALONE, rows, n, k, block_n, load_rows, cluster, sm_count - others, b_row, cluster_n)
+    rules, *others = _promised(problem, of_class, sm_count, machine, specialize)
+    most = rules.seconds if is_allowed(rules.plan) else math.inf
+    worth = [one for one in others if one.seconds < one.worth * most and is_allowed(one.plan)]
+    return min(worth, key=lambda one: one.seconds, default=rules).plan  # of equals the first
 
-    def may_win(block_n: int, cluster: int, others: int, cluster_n: int = 1) -> bool:
-        return least(block_n, cluster, others, cluster_n) < min(below, _worth_of(rules, block_n, cluster * cluster_n) * of_rules)
 
-    allreduce, rules, of_rules, best = op_of(problem) == ALLREDUCE, None, math.inf, None
-    for plan in candidates(problem, of_class, sm_count, specialize, may_win):
-        is_allowed = plan.spec in kept if kept is not None else _may_be_chosen(plan)
-        if rules is None:
-            rules = best = plan
-            if is_allowed:
-                of_rules = _predicted(plan, machine).seconds
-                below = _WORTH * of_rules
-        elif is_allowed and (seconds := _weighed(rules, plan, machine)) < min(below, _worth(rules, plan) * of_rules):
-            best, below = plan, seconds
-    return best
+@functools.lru_cache(maxsize=1)  # ``choose`` asks twice in a row
+def _promised(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> list[Promised]:
+    """All candidates, the rules' plan first."""
+    rules, *others = candidates(problem, of_class, sm_count, specialize)
+    found = [Promised(rules, _predicted(rules, machine).seconds, 1.0)]
+    return found + [Promised(plan, _weighed(rules, plan, machine), min(_WORTH, _worth(rules, plan))) for plan in others]
 
 
 def _weighed(rules: Any, plan: Any, machine: Machine) -> float:
@@ -121,15 +116,6 @@ def _weighed(rules: Any, plan: Any, machine: Machine) -> float:
 def _is_sure(rules: Any) -> bool:
     """Whether predictions are nearer than between ranks by chunks or partial tiles."""
     return bool(rules.problem.topology.size == 1 or rules.packets)
-
-
-def _worth_of(rules: Any, block_n: int, together: int) -> float:
-    """The most that ``_worth`` says of any plan with such tiles."""
-    problem = rules.problem
-    gathers = isinstance(problem, AllGatherGemmProblem)
-    packets, span = gathers and allgather_gemm.may_travel_in_packets(problem, rules.rows), problem.topology.size if gathers else 1
-    differs = _WORTH_OF_PUSHED if gathers else _WORTH_OF_TILES
-    return _WORTH if packets or _is_sure(rules) or _differs_in_tiles(rules, block_n, together, span) else differs
 
 
 def _differs_in_tiles(rules: Any, block_n: int, together: int, span: int) -> bool:
@@ -153,17 +139,11 @@ def _worth(rules: Any, plan: Any) -> float:
 
 def _seconds_by(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> dict[Any, float]:
     """By kernel that the class may have: the seconds that it is predicted to take, and longer where it must promise more."""
-    rules: Any = None
     found: dict[Any, float] = {}
     others: dict[Any, float] = {}
-    for plan in candidates(problem, of_class, sm_count, specialize):
-        seconds = _weighed(rules or plan, plan, machine)
-        if rules is None:
-            rules = plan
-        else:
-            seconds /= min(_WORTH, _worth(rules, plan))
+    for plan, seconds, worth in _promised(problem, of_class, sm_count, machine, specialize):
         among = found if _may_be_chosen(plan) else others
-        among[plan.spec] = min(seconds, among.get(plan.spec, math.inf))
+        among[plan.spec] = min(seconds / worth, among.get(plan.spec, math.inf))
     return found or others
 
 

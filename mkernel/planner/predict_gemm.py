@@ -18,7 +18,6 @@ from mkernel.planner.prediction import (
     ALONE,
     IN_TURN,
     ITEM,
-    LEAST_READ,
     Conditions,
     Prediction,
     TileCost,
@@ -30,7 +29,7 @@ from mkernel.planner.prediction import (
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan
 from mkernel.planner.spans import EXCHANGE_BYTES, exchange_seconds
 
-__all__ = ["least_seconds", "predict_allgather_gemm", "predict_reduce"]
+__all__ = ["predict_allgather_gemm", "predict_reduce"]
 
 _FEW_WAVES = 4  # from here on, CTAs that finish early have taken others' tiles
 _HALF_TILE = 0.57  # of a tile's time, that the halves of the last tiles take (docs/speed_log.md)
@@ -158,31 +157,6 @@ def _work(
         work += _SWAPPED_BETWEEN * max(0.0, turns - 1) * end
     seconds = blend(work, memory)
     return _Work(tiles, cost, seconds, min(tensor, work), min(load, work), memory)
-
-
-def least_seconds(
-    machine: Machine, conditions: Conditions, m: int, n: int, k: int, block_n: int, load_rows: int, cluster: int, ctas: int,
-    b_row: Row | None = None, cluster_n: int = 1,
-) -> float:  # fmt: skip
-    """What no plan with such tiles, whose K is not shared, is predicted to go below: its tiles alone, evenly spread over ``ctas``."""
-    tiles = math.ceil(m / BLOCK_M) * math.ceil(n / block_n)
-    speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
-    cost = tile_cost(
-        machine,
-        BLOCK_M,
-        block_n,
-        n,
-        k,
-        load_rows,
-        speed,
-        cluster=cluster,
-        cluster_n=cluster_n,
-        active=min(tiles, ctas),
-        b_row=b_row,
-        together=LEAST_READ,
-        there=1 / (cluster * cluster_n),
-    )
-    return start_of(machine, conditions) + max(1.0, tiles / ctas) * cost.seconds
 
 
 def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:

@@ -13,7 +13,6 @@ __all__ = [
     "BATCH",
     "BEHIND",
     "IN_TURN",
-    "LEAST_READ",
     "RESOURCES",
     "Conditions",
     "Prediction",
@@ -35,7 +34,6 @@ _BLEND = 3.0
 # GPC, had 16 rows of tiles.
 _READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
 _NEIGHBOURS = 16
-LEAST_READ = 4  # rows of tiles of neighbours that read least, or nearly so
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
