@@ -11,6 +11,8 @@
 // The one kernel of a cubin: fixed name, so that the host needs no mangling. `launch_threads` must be a constant expression.
 #define MK_KERNEL(launch_threads) extern "C" __global__ void __launch_bounds__(launch_threads, 1) mkernel_entry
 
+#include "wgmma.cuh"
+
 namespace ptx {
 // ---- identity
 MK_DEVICE uint32_t thread_index() { return threadIdx.x; }
@@ -424,9 +426,6 @@ MK_DEVICE void stmatrix_x4_transposed(void* row, uint32_t m0, uint32_t m1, uint3
 // ---- wgmma (warpgroup): D (64 x N, float32) += A (64 x 16, shared or registers) * B (16 x N, shared)
 // Thread t of the warpgroup holds of D the rows r = t / 32 * 16 + t % 32 / 4 and r + 8: d[4 j + 2 i + h] is row r + 8 i, column 8 j + t % 4 * 2 + h.
 enum class Major : uint32_t { kK = 0, kMN = 1 };  // which dimension of the operand is contiguous in shared memory
-}  // namespace ptx
-#include "wgmma.cuh"
-namespace ptx {
 
 // Shared-memory matrix descriptor for 128-byte swizzle. Byte strides as in the PTX ISA, "matrix descriptor":
 // K-major: `stride` between groups of 8 rows, `leading` unused (1). MN-major: `leading` between blocks of 64 columns, `stride` between groups of 8 k.
@@ -445,7 +444,8 @@ MK_DEVICE uint64_t warp_descriptor(uint64_t descriptor) {
 }
 MK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 MK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// All but the last `Pending` groups are complete: `d`, of one of these, may be read. Most: the first so many have been in use, of every `Of`; 0: all.
+// All but the last `Pending` groups are complete: `d`, of one of these, may be read, and what reads it stays behind the wait. Most: the first so many have
+// been in use, of every `Of`; 0: all.
 template <uint32_t Pending, uint32_t Most = 0, uint32_t Of = ~0u, uint32_t Count>
 MK_DEVICE void wgmma_wait(float (&d)[Count]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
@@ -457,23 +457,24 @@ MK_DEVICE void wgmma_wait(float (&d)[Count]) {
 template <uint32_t N, Element E, Major A, Major B, uint32_t First = 0, uint32_t Count>  // D is in N / 2 of `d`, from First on
 MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (N % 64 == 0) {
-    detail::fma<typename detail::Atom<N, E, A, B>::Type, First>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
+    using Atom = typename detail::Atom<N, E == Element::kFloat16, A == Major::kMN, B == Major::kMN>::Type;
+    detail::fma<Atom, First>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
   } else {
-    static_assert(B == Major::kK, "wgmma.cuh");
-    detail::Instruction<N>::template multiply<E, A, First>(d, detail::descriptors(a, b, accumulate));
+    static_assert(B == Major::kK, "what there is text of");
+    detail::Instruction<N>::template multiply<E == Element::kFloat16, A == Major::kMN, First>(d, detail::descriptors(a, b, accumulate));
   }
-}
-// A k step of four instructions whose K is 16, with B's K contiguous, as one statement: fence, products, commit, and a wait for the step before.
-template <uint32_t N, Element E, Major A, uint32_t Count>
-MK_DEVICE void wgmma_step(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
-  detail::Step<N>::template multiply<E, A>(d, detail::descriptors(a, b, accumulate));
 }
 // The same with A in four registers of each thread, two packed elements each: word i of thread t is row r + 8 (i % 2), columns 8 (i / 2) + t % 4 * 2 and
 // one more. So two neighbours of D, packed, are a word of A: word i of k step s is d[8 s + 2 i] and d[8 s + 2 i + 1]. They stay until it is done.
 template <uint32_t N, Element E, Major B, uint32_t Count>
 MK_DEVICE void wgmma_registers(float (&d)[Count], const uint32_t* a, uint64_t b, bool accumulate) {
-  detail::fma<typename detail::RegisterAtom<N, E, B>::Type>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a[0], a[1], a[2],
-                                                            a[3]);
+  using Atom = typename detail::RegisterAtom<N, E == Element::kFloat16, B == Major::kMN>::Type;
+  detail::fma<Atom>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a[0], a[1], a[2], a[3]);
+}
+// wgmma for 64 values of K, B's contiguous, as one statement: a fence, four instructions, commit, and a wait for the step before. NVRTC has it sooner.
+template <uint32_t N, Element E, Major A, uint32_t Count>
+MK_DEVICE void wgmma_step(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate) {
+  detail::Step<N>::template multiply<E == Element::kFloat16, A == Major::kMN>(d, detail::descriptors(a, b, accumulate));
 }
 }  // namespace ptx
 #endif  // MK_PTX_CUH

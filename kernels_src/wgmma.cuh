@@ -1,21 +1,22 @@
-// What is behind wgmma in ptx.cuh, a part of that header: CUTLASS's atoms, one function for each shape, type and layout.
+// What is behind wgmma in ptx.cuh, for that header only: CUTLASS's atoms, one function for each shape, type and layout. Half: float16, not bfloat16;
+// MnA, MnB: of A and B not K is contiguous in shared memory.
 #pragma once
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 namespace ptx::detail {
 namespace gmma = cute::SM90::GMMA;
-constexpr gmma::Major major(Major m) { return m == Major::kK ? gmma::Major::K : gmma::Major::MN; }
+constexpr gmma::Major major(bool is_mn) { return is_mn ? gmma::Major::MN : gmma::Major::K; }
 // clang-format off
-template <uint32_t N, Element E, Major A, Major B> struct Atom;
+template <uint32_t N, bool Half, bool MnA, bool MnB> struct Atom;
 #define MK_ATOM(n)                                                                                                                          \
-  template <Major A, Major B> struct Atom<n, Element::kBFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_SS<major(A), major(B)>; }; \
-  template <Major A, Major B> struct Atom<n, Element::kFloat16, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
+  template <bool A, bool B> struct Atom<n, false, A, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_SS<major(A), major(B)>; }; \
+  template <bool A, bool B> struct Atom<n, true, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
 MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
 #undef MK_ATOM
-template <uint32_t N, Element E, Major B> struct RegisterAtom;  // A in registers
+template <uint32_t N, bool Half, bool MnB> struct RegisterAtom;  // A in registers
 #define MK_ATOM(n)                                                                                                                          \
-  template <Major B> struct RegisterAtom<n, Element::kBFloat16, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_RS<gmma::Major::K, major(B)>; }; \
-  template <Major B> struct RegisterAtom<n, Element::kFloat16, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_RS<gmma::Major::K, major(B)>; };
+  template <bool B> struct RegisterAtom<n, false, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_RS<gmma::Major::K, major(B)>; }; \
+  template <bool B> struct RegisterAtom<n, true, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_RS<gmma::Major::K, major(B)>; };
 MK_ATOM(64) MK_ATOM(128)
 #undef MK_ATOM
 // 0 .. N-1 as a pack. Not <cuda/std/utility>: that header costs NVRTC 1.4 s, everything else here together 0.15 s.
@@ -28,8 +29,8 @@ MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>
   Atom::fma(a..., b, d[First + I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 
-// And the text of wgmma for the heights of tiles of swapped operands. From CUTLASS's atoms, which are a statement for each instruction, NVRTC takes a
-// quarter longer to compile twelve of them (docs/speed_log.md, "What NVRTC spends on tiles of any height").
+// And the text of wgmma for the heights of tiles of swapped operands, of which a kernel has twelve: with CUTLASS's atoms, a statement for each
+// instruction, NVRTC takes a third longer (docs/speed_log.md, "What NVRTC spends on tiles of any height").
 // clang-format off
 // Accumulators of 8, 16 ... columns, four for each eight: operands from d[i] on, and their names, behind five other operands.
 #define MK_D1(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -110,13 +111,12 @@ MK_DEVICE Descriptors descriptors(uint64_t a, uint64_t b, bool adds) {
 template <uint32_t N> struct Instruction;
 #define MK_ANY(N, n)                                                                                                       \
   template <> struct Instruction<N> {                                                                                      \
-    template <Element E, Major A, uint32_t First, uint32_t Count>                                                          \
+    template <bool Half, bool MnA, uint32_t First, uint32_t Count>                                                         \
     MK_DEVICE static void multiply(float (&d)[Count], Descriptors of) {                                                    \
-      constexpr bool kHalf = E == Element::kFloat16;                                                                       \
-      if constexpr (!kHalf && A == Major::kK) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0", "adds"));           \
-      if constexpr (!kHalf && A == Major::kMN) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "1", "adds"));          \
-      if constexpr (kHalf && A == Major::kK) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0", "adds"));             \
-      if constexpr (kHalf && A == Major::kMN) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "1", "adds"));            \
+      if constexpr (!Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0", "adds"));                      \
+      if constexpr (!Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "1", "adds"));                       \
+      if constexpr (Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0", "adds"));                        \
+      if constexpr (Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "1", "adds"));                         \
     }                                                                                                                      \
   };
 MK_ANY(32, 4) MK_ANY(40, 5) MK_ANY(48, 6) MK_ANY(56, 7) MK_ANY(72, 9) MK_ANY(80, 10) MK_ANY(88, 11) MK_ANY(96, 12) MK_ANY(112, 14) MK_ANY(144, 18)
@@ -125,13 +125,12 @@ MK_ANY(160, 20)
 template <uint32_t N> struct Step;
 #define MK_STEP(N, n)                                                                                                      \
   template <> struct Step<N> {                                                                                             \
-    template <Element E, Major A, uint32_t Count>                                                                          \
+    template <bool Half, bool MnA, uint32_t Count>                                                                         \
     MK_DEVICE static void multiply(float (&d)[Count], Descriptors of) {                                                    \
-      constexpr bool kHalf = E == Element::kFloat16;                                                                       \
-      if constexpr (!kHalf && A == Major::kK) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "0", "2"));                         \
-      if constexpr (!kHalf && A == Major::kMN) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "1", "128"));                      \
-      if constexpr (kHalf && A == Major::kK) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "0", "2"));                           \
-      if constexpr (kHalf && A == Major::kMN) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1", "128"));                        \
+      if constexpr (!Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "0", "2"));                                    \
+      if constexpr (!Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "1", "128"));                                   \
+      if constexpr (Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "0", "2"));                                      \
+      if constexpr (Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1", "128"));                                     \
     }                                                                                                                      \
   };
 MK_STEP(16, 2) MK_STEP(32, 4) MK_STEP(48, 6) MK_STEP(64, 8) MK_STEP(80, 10) MK_STEP(96, 12) MK_STEP(112, 14) MK_STEP(128, 16) MK_STEP(160, 20)
