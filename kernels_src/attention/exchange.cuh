@@ -36,23 +36,36 @@ struct CopyStorage {
 
 // The chunks of one flow that one of its CTAs moves, in order: segment by segment; in each first this rank's, then those of the rail peers from the next
 // node on; with kCanonical by position, as they are read. Every stride-th number is this CTA's. Counts: uint32_t count(distance, sequence, tiles), chunks
-// of that source that the receiver gets in a segment; uint32_t distance(leg), which source comes when.
+// of that source that the receiver gets in a segment; uint32_t distance(leg), which source comes when. It begins before the first of them.
 template <uint32_t Sources, class Counts>
 class FlowWalk {
  public:
   MK_DEVICE FlowWalk(const Sequences& q, const Counts& counts, uint32_t index, uint32_t stride)
-      : q_(q), counts_(counts), index_(index), stride_(stride) {
-    find();
-  }
+      : q_(q), counts_(counts), index_(index), stride_(stride) {}
   MK_DEVICE bool more() const { return first_ < q_.items(); }
   MK_DEVICE uint32_t first_item() const { return first_; }  // of the segment
   MK_DEVICE const Sequence& sequence() const { return sequence_; }
   MK_DEVICE uint32_t distance() const { return distance_; }
   MK_DEVICE uint32_t chunk() const { return chunk_; }  // of the source's
   MK_DEVICE uint32_t number() const { return base_ + chunk_; }
-  MK_DEVICE void advance() {
+  MK_DEVICE bool advance() {  // to the next one, if there is one
     chunk_ += stride_;
-    find();
+#pragma unroll 1
+    while (chunk_ >= end_of_leg_) {  // to a source and a segment of which something is left
+      if (++leg_ >= kWalkLegs) {
+        first_ = end_, leg_ = 0;
+        if (!more()) return false;
+        sequence_ = q_.of_item(first_);
+        base_ = chunk_base(q_.r, sequence_, first_), end_ = q_.end_of_segment(sequence_, first_);
+        tiles_ = q_.tiles_of_segment(sequence_, first_, end_);
+      }
+      distance_ = counts_.distance(leg_);
+      const uint32_t count = counts_.count(distance_, sequence_, tiles_);
+      const uint32_t begin = kByPart && leg_ >= Sources ? sequence_.chunks_per_part : 0;
+      end_of_leg_ = kByPart && leg_ < Sources ? smaller(count, sequence_.chunks_per_part) : count;
+      chunk_ = begin + first_chunk(base_ + begin);
+    }
+    return true;
   }
   // Which chunk of the current source this CTA moves after this one: q.total() if none.
   MK_DEVICE uint32_t next_of_source() const { return next_number(distance_, first_, chunk_ + stride_); }
@@ -80,24 +93,6 @@ class FlowWalk {
     }
     return q_.total();
   }
-  MK_DEVICE void find() {  // goes on to a source and a segment of which something is left
-#pragma unroll 1
-    while (chunk_ >= end_of_leg_) {
-      if (++leg_ >= kWalkLegs) {
-        first_ = end_, leg_ = 0;
-        if (!more()) return;
-        sequence_ = q_.of_item(first_);
-        base_ = chunk_base(q_.r, sequence_, first_), end_ = q_.end_of_segment(sequence_, first_);
-        tiles_ = q_.tiles_of_segment(sequence_, first_, end_);
-      }
-      distance_ = counts_.distance(leg_);
-      const uint32_t count = counts_.count(distance_, sequence_, tiles_);
-      const uint32_t begin = kByPart && leg_ >= Sources ? sequence_.chunks_per_part : 0;
-      end_of_leg_ = kByPart && leg_ < Sources ? smaller(count, sequence_.chunks_per_part) : count;
-      chunk_ = begin + first_chunk(base_ + begin);
-    }
-  }
-
   const Sequences& q_;
   const Counts counts_;
   uint32_t index_, stride_;
@@ -183,13 +178,10 @@ struct PushedChunks : ChunkPieces<Parameters> {
   MK_DEVICE uint32_t next(uint32_t index) const { return index + 1; }
   MK_DEVICE uint32_t end() const { return found + (walk.more() ? 1 : 0); }
   MK_DEVICE CopiedChunk item(uint32_t index) {
-    if (index == found) {
-      queue[index % kCopyQueue] = current();
-      walk.advance();
-      ++found;
-    }
-    return queue[index % kCopyQueue];
+    if (index == found && walk.advance()) queue[found++ % kCopyQueue] = current();
+    return known(index);
   }
+  MK_DEVICE CopiedChunk known(uint32_t index) const { return queue[index % kCopyQueue]; }
   MK_DEVICE CopiedChunk current() const {
     const RingArguments& r = p.ring;
     const abi::World& world = p.world;
@@ -221,7 +213,7 @@ MK_DEVICE void wait_to_push(const Entered& entered, const Parameters& p, PushWal
   const RingArguments& r = p.ring;
   const abi::World& world = p.world;
 #pragma unroll 1
-  for (; walk.more(); walk.advance()) {
+  while (walk.advance()) {
     const uint32_t number = walk.number(), distance = walk.distance(), reader = node_mate(world, local_peer(world, mate));
     if (number >= r.depth && !wait_counted(entered, r, mate_credit_word(r, distance, mate), number - r.depth + 1, reader)) return;
     if (kNodes > 1 && distance != 0) {
@@ -300,60 +292,61 @@ MK_DEVICE void copy_init(CopyStorage& storage) {  // one thread, before a sync_c
   storage.announce.init();  // ends with the fence for all of them
 }
 
-// All threads of an intra_comm CTA.
+// Which chunks an intra_comm CTA pushes, and to whom.
 template <class Parameters>
-MK_DEVICE void push_role(const Call& call, const Parameters& p, const Sequences& q, CopyStorage& storage) {
-  const RingArguments& r = p.ring;
-  const abi::World& world = p.world;
-  if (ptx::thread_index() == 0) copy_init(storage);
-  ptx::sync_cta();
-  const uint32_t warp = ptx::warp_index();
-  const FlowShare share = FlowShare::of_cta(ptx::cta_index(), r.intra_comm, kMates > 0 ? kMates : 1);
-  const uint32_t mate = 1 + share.flow, to_rank = local_peer(world, mate), reader = r.ctas + ptx::cta_index();
-  const PushCounts counts{r, world, node_mate(world, to_rank)};
-  Mailbox::Position arrival, announcement;
-  if (warp == 0) {
-    if (ptx::elected()) {
-      Receiver receiver(storage.arrived);
-      const MaybeEntered maybe = storage.entries.pass_to_store(call);
-      if (maybe) {
-        const Entered entered = *maybe;
-        Trace trace(world, 2);
-        CopyRing ring(storage.pieces, storage.barriers);
-        PushedChunks<Parameters> chunks{{p, to_rank},  entered,  PushWalk(q, counts, share.index, share.stride),
-                                        storage.queue, receiver, storage.announce,
-                                        announcement,  trace,    trace.now()};
-        ring.copy(chunks);
-      }
-      receiver.drain();
-      storage.announce.end(announcement);
-    }
-  } else if (warp == 1) {
-    const MaybeEntered entered = storage.entries.pass(call);
-    if (entered && kNodes > 1 && ptx::lane_index() == 0) {
-      const PushWalk walk(q, counts, share.index, share.stride);
-#pragma unroll 1
-      for (uint32_t distance = 1; distance < kNodes; ++distance) {
-        publish_progress(*entered, r, remote_ring(distance, world.local_rank), reader, walk.first_of_source(distance));
-      }
-      raise_flag_of(*entered, p, reader, world.local_rank);
-    }
-    storage.announce.serve([&](uint32_t place) {  // only one that has entered posts
-      if (ptx::lane_index() != 0) return;
-      const CopiedChunk& c = storage.queue[place];
-      raise_counted(*entered, r, to_rank, c.to / 2, c.number + 1);
-      if (kNodes > 1 && c.distance != 0) publish_progress(*entered, r, remote_ring(c.distance, world.local_rank), reader, c.next);
-    });
-  } else if (warp == 2) {
-    const MaybeEntered entered = storage.entries.open(call);
-    if (ptx::lane_index() == 0) {
-      if (entered) wait_to_push(*entered, p, PushWalk(q, counts, share.index, share.stride), mate, storage.arrived, arrival);
-      storage.arrived.end(arrival);
-    }
-  } else {
-    keep_rings(call, p, q, storage.entries);
+struct PushFlow {
+  const Parameters& p;
+  const Sequences& q;
+  const FlowShare share;
+  MK_DEVICE PushFlow(const Parameters& parameters, const Sequences& sequences)
+      : p(parameters), q(sequences), share(FlowShare::of_cta(ptx::cta_index(), p.ring.intra_comm, kMates > 0 ? kMates : 1)) {}
+  MK_DEVICE uint32_t mate() const { return 1 + share.flow; }
+  MK_DEVICE uint32_t to_rank() const { return local_peer(p.world, mate()); }
+  MK_DEVICE PushWalk walk() const {
+    return PushWalk(q, PushCounts{p.ring, p.world, node_mate(p.world, to_rank())}, share.index, share.stride);
   }
-  ptx::sync_cta();
+};
+
+// One thread.
+template <class Parameters>
+MK_DEVICE void push_chunks(const Call& call, const PushFlow<Parameters>& flow, CopyStorage& storage) {
+  Receiver receiver(storage.arrived);
+  Mailbox::Position announcement;
+  const MaybeEntered maybe = storage.entries.pass_to_store(call);
+  if (maybe) {
+    const Entered entered = *maybe;
+    Trace trace(call.world, 2);
+    CopyRing ring(storage.pieces, storage.barriers);
+    PushedChunks<Parameters> chunks{{flow.p, flow.to_rank()}, entered,      flow.walk(), storage.queue, receiver,
+                                    storage.announce,         announcement, trace,       trace.now()};
+    ring.copy(chunks);
+  }
+  receiver.drain();
+  storage.announce.end(announcement);
+}
+
+// Raises the flags of what has been pushed. One warp.
+template <class Parameters>
+MK_DEVICE void announce_chunks(const Call& call, const PushFlow<Parameters>& flow, CopyStorage& storage) {
+  const Parameters& p = flow.p;
+  const RingArguments& r = p.ring;
+  const abi::World& world = call.world;
+  const uint32_t reader = r.ctas + ptx::cta_index();
+  const MaybeEntered entered = storage.entries.pass(call);
+  if (entered && kNodes > 1 && ptx::lane_index() == 0) {
+    const PushWalk walk = flow.walk();
+#pragma unroll 1
+    for (uint32_t distance = 1; distance < kNodes; ++distance) {
+      publish_progress(*entered, r, remote_ring(distance, world.local_rank), reader, walk.first_of_source(distance));
+    }
+    raise_flag_of(*entered, p, reader, world.local_rank);
+  }
+  storage.announce.serve([&](uint32_t place) {  // only one that has entered posts
+    if (ptx::lane_index() != 0) return;
+    const CopiedChunk& c = storage.queue[place];
+    raise_counted(*entered, r, flow.to_rank(), c.to / 2, c.number + 1);
+    if (kNodes > 1 && c.distance != 0) publish_progress(*entered, r, remote_ring(c.distance, world.local_rank), reader, c.next);
+  });
 }
 
 // ---- inter_send
@@ -393,7 +386,7 @@ MK_DEVICE void send_chunks(const Entered& entered, const Parameters& p, const Se
   uint64_t tickets[kSendSlots] = {};
   uint32_t sent = 0;
 #pragma unroll 1
-  for (FlowWalk<1, SendCounts> walk(q, SendCounts{r, world.rank, node}, share.index, share.stride); walk.more(); walk.advance(), ++sent) {
+  for (FlowWalk<1, SendCounts> walk(q, SendCounts{r, world.rank, node}, share.index, share.stride); walk.advance(); ++sent) {
     const uint64_t begin = trace.now();
     const uint32_t number = walk.number(), plane = first_plane + sent % kSendSlots * 2;
     const uint64_t before = sent % kSendSlots == 0 ? tickets[0] : tickets[1];
@@ -413,20 +406,36 @@ MK_DEVICE void send_chunks(const Entered& entered, const Parameters& p, const Se
   if (last != 0) wait_put(call, last, peer);
 }
 
-// All threads of an inter_send CTA.
+// ---- All threads of a CTA that moves data: an intra_comm one pushes, an inter_send one sends. What both do stands here once, since it is long.
 template <class Parameters>
-MK_DEVICE void send_role(const Call& call, const Parameters& p, const Sequences& q, CopyStorage& storage) {
+MK_DEVICE void move_role(const Call& call, const Parameters& p, const Sequences& q, CopyStorage& storage) {
   if (ptx::thread_index() == 0) copy_init(storage);
   ptx::sync_cta();
   const uint32_t warp = ptx::warp_index();
-  if (warp == 0) {
-    const MaybeEntered entered = storage.entries.pass_to_store(call);
-    const bool sends = ptx::elected();
-    if (entered && sends) send_chunks(*entered, p, q, storage, ptx::cta_index() - p.ring.intra_comm);
-  } else if (warp == 2) {
-    storage.entries.open(call);
-  } else if (warp >= kFirstKeeper) {
+  const bool pushes = kMates > 0 && (kNodes == 1 || ptx::cta_index() < p.ring.intra_comm);
+  if (warp >= kFirstKeeper) {
     keep_rings(call, p, q, storage.entries);
+  } else if (warp == 2) {
+    const MaybeEntered entered = storage.entries.open(call);
+    if (pushes && ptx::lane_index() == 0) {
+      Mailbox::Position arrival;
+      const PushFlow<Parameters> flow(p, q);
+      if (entered) wait_to_push(*entered, p, flow.walk(), flow.mate(), storage.arrived, arrival);
+      storage.arrived.end(arrival);
+    }
+  } else if (pushes) {
+    const PushFlow<Parameters> flow(p, q);
+    if (warp == 1) {
+      announce_chunks(call, flow, storage);
+    } else if (ptx::elected()) {
+      push_chunks(call, flow, storage);
+    }
+  } else if (kNodes > 1 && warp == 0) {
+    if constexpr (kNodes > 1) {
+      const MaybeEntered entered = storage.entries.pass_to_store(call);
+      const bool sends = ptx::elected();
+      if (entered && sends) send_chunks(*entered, p, q, storage, ptx::cta_index() - p.ring.intra_comm);
+    }
   }
   ptx::sync_cta();
 }

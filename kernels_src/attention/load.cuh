@@ -63,17 +63,19 @@ class Producer {
     bool more = keys.next(block), is_first = true;
     offer(item, number, more);
 #pragma unroll 1
-    while (more) {
-      if (block.waits) wait_for(block, number);
-      more = ok_ && keys.next(next);
-      load_keys(block, !more);
-      if (is_first) load_query(item);
-      is_first = false;
+    for (bool has_block = more;; has_block = more) {
+      if (has_block) {
+        if (block.waits) wait_for(block, number);
+        more = ok_ && keys.next(next);
+        load_keys(block, !more);
+        if (is_first) load_query(item);
+        is_first = false;
+      }
       load_values();  // of the block before
+      if (!has_block) break;
       owe_values(block);
       block = next;
     }
-    load_values();
     if constexpr (Op::kSplits) {
       if (item.parts > 1 && item.part + 1 == item.parts) wait_for_parts(item);
     }

@@ -28,7 +28,7 @@ concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item
   // ---- which chunks: by index
   { chunks.first() } -> Same<uint32_t>;
   { chunks.next(index) } -> Same<uint32_t>;
-  { chunks.end() } -> Same<uint32_t>;
+  { chunks.end() } -> Same<uint32_t>;  // may be one more until item() has found that there is no such chunk
   { chunks.item(index) } -> Same<typename Chunks::Item>;
 
   // ---- their source
@@ -38,6 +38,7 @@ concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item
   chunks.load(item, offset, stage, bytes, bar);      // issues the load of one piece,
   { chunks.loaded(item, bytes) } -> Same<uint32_t>;  // which brings so many bytes
   chunks.next_piece(mutable_item);                   // goes on to the next piece of the chunk
+  // If there is chunks.known(index): the item of a chunk that item() has been asked for, for less work.
   // If there is chunks.skew(item): by so many bytes the first piece is smaller, so that all others begin with a line at their destination.
 
   // ---- their destinations
@@ -55,22 +56,46 @@ class CopyRing {
   MK_DEVICE ~CopyRing() { ptx::fence_proxy_async_shared(); }  // shared memory changes hands from bulk copies to barriers and tiles
 
   // Copies the chunks that `chunks` enumerates and announces each once it is complete at all its destinations. Nothing is in flight afterwards.
-  // Behind: stores in flight before a finished chunk is announced.
+  // Behind: stores in flight before a finished chunk is announced. The first pieces are loaded before may_store(), which waits until something may be
+  // stored, and says whether.
+  //
+  // One loop loads, stores and announces in one place each: what a kernel's chunks do is inlined there, and may be hundreds of instructions.
+  template <uint32_t Behind = kPiecesBehind, CopiedChunks Chunks, class MayStore>
+  MK_DEVICE void copy(Chunks& chunks, const MayStore& may_store) {
+    Cursor<Chunks> loading{chunks.first(), 0, {}, false}, storing = loading, announcing = loading;
+    uint32_t ahead = 0, behind = 0;  // pieces that are loaded, and that are stored and not announced
+    bool may = false;
+#pragma unroll 1
+    while (true) {
+      load_ahead(chunks, loading, ahead);
+      if (!may) {
+        may = may_store();
+        if (!may) break;
+      }
+      const bool is_done = storing.index >= chunks.end(),
+                 rests = is_done || ahead == 0;  // nothing to do but wait; first what is done is told
+      if (!rests) {
+        look<true>(chunks, storing);
+        store(chunks, storing);
+        advance(chunks, storing);
+        --ahead;
+        ++behind;
+      }
+      const uint32_t keeps = rests ? 0 : Behind;
+      if (rests) {
+        ptx::store_wait<0>();
+      } else if (behind > Behind) {
+        ptx::store_wait<Behind>();
+      }
+#pragma unroll 1
+      for (; behind > keeps; --behind) announce(chunks, announcing);
+      if (is_done || (rests && !chunks.wait(loading.item))) return;
+    }
+    for (; ahead > 0; --ahead) take_piece();
+  }
   template <uint32_t Behind = kPiecesBehind, CopiedChunks Chunks>
   MK_DEVICE void copy(Chunks& chunks) {
-    uint32_t ahead = 0;
-    Cursor<Chunks> loading = cursor(chunks, chunks.first());
-    copy_from<Behind>(chunks, loading, loading, ahead);
-  }
-  // The same, of which the first pieces are loaded before may_store(), which waits until something may be stored, and says whether.
-  template <uint32_t Behind, CopiedChunks Chunks, class MayStore>
-  MK_DEVICE void copy(Chunks& chunks, const MayStore& may_store) {
-    uint32_t ahead = 0;
-    const Cursor<Chunks> first = cursor(chunks, chunks.first());
-    Cursor<Chunks> loading = first;
-    load_ahead(chunks, loading, ahead);
-    if (may_store()) return copy_from<Behind>(chunks, loading, first, ahead);
-    for (; ahead > 0; --ahead) take_piece();
+    copy<Behind>(chunks, [] { return true; });
   }
 
  private:
@@ -78,42 +103,29 @@ class CopyRing {
   struct Cursor {
     uint32_t index, offset;
     typename Chunks::Item item;
+    bool has_item;
   };
-  template <class Chunks>
-  MK_DEVICE static Cursor<Chunks> cursor(Chunks& chunks, uint32_t index) {
-    Cursor<Chunks> at{index, 0, {}};
-    if (index < chunks.end()) at.item = chunks.item(index);
-    return at;
-  }
-  template <uint32_t Behind, class Chunks>
-  MK_DEVICE void copy_from(Chunks& chunks, Cursor<Chunks> loading, Cursor<Chunks> storing, uint32_t ahead) {
-    Cursor<Chunks> announcing = storing;
-    uint32_t behind = 0;
-#pragma unroll 1
-    while (storing.index < chunks.end()) {
-      load_ahead(chunks, loading, ahead);
-      if (ahead == 0) {  // nothing to do but wait; first what is done is told
-        ptx::store_wait<0>();
-        for (; behind > 0; --behind) announce(chunks, announcing);
-        if (!chunks.wait(loading.item)) return;
-        continue;
-      }
-      store(chunks, storing);
-      advance(chunks, storing);
-      --ahead;
-      if (++behind > Behind) {
-        ptx::store_wait<Behind>();
-        announce(chunks, announcing);
-        --behind;
-      }
+  // At a chunk that is there. IsKnown: the loading cursor has looked at it.
+  template <bool IsKnown, class Chunks>
+  MK_DEVICE static void look(Chunks& chunks, Cursor<Chunks>& at) {
+    if (at.has_item) return;
+    if constexpr (IsKnown && requires { chunks.known(at.index); }) {
+      at.item = chunks.known(at.index);
+    } else {
+      at.item = chunks.item(at.index);
     }
-    ptx::store_wait<0>();
-    while (behind-- > 0) announce(chunks, announcing);
+    at.has_item = true;
+  }
+  template <class Chunks>
+  MK_DEVICE static bool may_load(Chunks& chunks, Cursor<Chunks>& at) {
+    if (at.index >= chunks.end()) return false;
+    look<false>(chunks, at);
+    return at.index < chunks.end() && (at.offset != 0 || chunks.ready(at.item));
   }
   template <class Chunks>
   MK_DEVICE void load_ahead(Chunks& chunks, Cursor<Chunks>& loading, uint32_t& ahead) {
 #pragma unroll 1
-    while (ahead < kPiecesAhead && loading.index < chunks.end() && (loading.offset != 0 || chunks.ready(loading.item))) {
+    while (ahead < kPiecesAhead && may_load(chunks, loading)) {
       ptx::store_wait_read<kPieceStages - kPiecesAhead>();
       load(chunks, loading, (stage_ + ahead) % kPieceStages);
       advance(chunks, loading);
@@ -136,7 +148,7 @@ class CopyRing {
   MK_DEVICE static void advance(Chunks& chunks, Cursor<Chunks>& at) {
     at.offset += most_bytes(chunks, at);
     if (at.offset >= at.item.bytes) {
-      at = cursor(chunks, chunks.next(at.index));
+      at.index = chunks.next(at.index), at.offset = 0, at.has_item = false;
     } else {
       chunks.next_piece(at.item);
     }
@@ -161,6 +173,7 @@ class CopyRing {
   }
   template <class Chunks>
   MK_DEVICE static void announce(Chunks& chunks, Cursor<Chunks>& at) {  // a piece is stored
+    look<true>(chunks, at);
     if (at.offset + most_bytes(chunks, at) >= at.item.bytes) chunks.announce(at.item);
     advance(chunks, at);
   }

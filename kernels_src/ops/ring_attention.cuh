@@ -414,12 +414,7 @@ MK_KERNEL(Shape::kThreads)(MK_GRID_CONSTANT Parameters p) {
     attention_role<Config>(call, RingAttention{p, sequences, storage.keys, storage.attention.entries}, storage.attention);
     return;
   }
-  if constexpr (kMates > 0) {
-    if (role == abi::kIntraComm) push_role(call, p, sequences, storage.copy);
-  }
-  if constexpr (kNodes > 1) {
-    if (role == abi::kInterSend) send_role(call, p, sequences, storage.copy);
-  }
+  if constexpr (kWorldSize > 1) move_role(call, p, sequences, storage.copy);
   if (ptx::thread_index() == 0) leave_call(call);
 }
 

@@ -26,7 +26,7 @@ COMMON = [
         world="1x1",
     ),
     # The chunk flag is raised for data that is not there yet, or seen too early.
-    Bug("flag before the last data", "comm/copy.cuh", "    ptx::store_wait<0>();\n    while (behind", "    while (behind"),
+    Bug("flag before the last data", "comm/copy.cuh", "        ptx::store_wait<0>();\n"),
     Bug("flag before the data", "comm/copy.cuh", "        ptx::store_wait<Behind>();\n"),
     Bug(
         "tiles do not wait for chunks",
