@@ -45,6 +45,16 @@ RING = [
         also=((">= counted(entered.call(), block.map));", ">= counted(entered.call(), block.map - 1));"),),
         slow=True,
     ),
+    _Bug(
+        "a chunk is stored where the one before it belongs", "comm/copy.cuh", "= chunks.known(at.index);", "= chunks.known(at.index - 1);"
+    ),
+    _Bug(
+        "the first chunk of a flow is left out",
+        _EXCHANGE,
+        "if (index == found && walk.advance())",
+        "if (index == found && (found != 0 || walk.advance()) && walk.advance())",
+        slow=True,
+    ),
     _Bug("a stale chunk counts as ready", _OP, ">= counted(entered.call(), block.map));", ">= counted(entered.call(), 1));", slow=True),
     _Bug(
         "a rail's slot is written one credit too early",
