@@ -93,6 +93,7 @@ class FlowWalk {
     }
     return q_.total();
   }
+
   const Sequences& q_;
   const Counts counts_;
   uint32_t index_, stride_;
@@ -406,13 +407,14 @@ MK_DEVICE void send_chunks(const Entered& entered, const Parameters& p, const Se
   if (last != 0) wait_put(call, last, peer);
 }
 
-// ---- All threads of a CTA that moves data: an intra_comm one pushes, an inter_send one sends. What both do stands here once, since it is long.
+// ---- both
+// All threads of a CTA that moves data: an intra_comm one pushes, an inter_send one sends. What both do stands here once, since it is long.
 template <class Parameters>
 MK_DEVICE void move_role(const Call& call, const Parameters& p, const Sequences& q, CopyStorage& storage) {
   if (ptx::thread_index() == 0) copy_init(storage);
   ptx::sync_cta();
   const uint32_t warp = ptx::warp_index();
-  const bool pushes = kMates > 0 && (kNodes == 1 || ptx::cta_index() < p.ring.intra_comm);
+  const bool pushes = kMates > 0 && (kNodes == 1 || call.role == abi::kIntraComm);
   if (warp >= kFirstKeeper) {
     keep_rings(call, p, q, storage.entries);
   } else if (warp == 2) {
@@ -430,8 +432,8 @@ MK_DEVICE void move_role(const Call& call, const Parameters& p, const Sequences&
     } else if (ptx::elected()) {
       push_chunks(call, flow, storage);
     }
-  } else if (kNodes > 1 && warp == 0) {
-    if constexpr (kNodes > 1) {
+  } else if constexpr (kNodes > 1) {
+    if (warp == 0) {
       const MaybeEntered entered = storage.entries.pass_to_store(call);
       const bool sends = ptx::elected();
       if (entered && sends) send_chunks(*entered, p, q, storage, ptx::cta_index() - p.ring.intra_comm);

@@ -72,8 +72,8 @@ class CopyRing {
         may = may_store();
         if (!may) break;
       }
-      const bool is_done = storing.index >= chunks.end(),
-                 rests = is_done || ahead == 0;  // nothing to do but wait; first what is done is told
+      const bool is_done = storing.index >= chunks.end();
+      const bool rests = is_done || ahead == 0;  // nothing to do but wait; first what is done is told
       if (!rests) {
         look<true>(chunks, storing);
         store(chunks, storing);
@@ -81,14 +81,13 @@ class CopyRing {
         --ahead;
         ++behind;
       }
-      const uint32_t keeps = rests ? 0 : Behind;
       if (rests) {
         ptx::store_wait<0>();
       } else if (behind > Behind) {
         ptx::store_wait<Behind>();
       }
 #pragma unroll 1
-      for (; behind > keeps; --behind) announce(chunks, announcing);
+      for (; behind > (rests ? 0 : Behind); --behind) announce(chunks, announcing);
       if (is_done || (rests && !chunks.wait(loading.item))) return;
     }
     for (; ahead > 0; --ahead) take_piece();

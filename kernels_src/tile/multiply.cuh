@@ -142,6 +142,7 @@ MK_DEVICE void multiply_part(float (&d)[GemmShape<Config>::kHeld], GemmStorage<C
     const StageOperands operands = stage_operands<Config>(a, b);
     storage.stages.wait_filled(stage);
     if constexpr (Shape::kSwapped && Shape::kUnits == 1) {
+      static_assert(Shape::kBlockK == 4 * kInstructionK && Shape::kMajorB == ptx::Major::kK, "what wgmma_step multiplies");
       ptx::wgmma_step<N, Shape::kElement, Shape::kMajorA>(d, operands.a, operands.b, accumulate || step > 0);
     } else {
       multiply_stage<N, Config>(d, operands, accumulate || step > 0);

@@ -272,16 +272,16 @@ def _rows_of_tiles(
     ``clusters_of``: CTAs in M and in N; ``most_rows``: of a tile; ``at_once``: tiles that the warpgroups have.
     """
     cluster, cluster_n = clusters_of
-    least, columns = math.ceil(rows / most_rows), math.ceil(problem.n / (columns_of_tile * cluster_n))
+    least, columns = max(cluster, math.ceil(rows / most_rows)), math.ceil(problem.n / (columns_of_tile * cluster_n))
+    may_share = cluster * cluster_n * at_once == 1 and columns_of_tile == SWAPPED_COLUMNS
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
     possible: dict[tuple[int, int], int] = {}  # by height and shares
-    for tile_rows in range(max(least, cluster), max(least, cluster) + _MORE_TILE_ROWS):
+    for tile_rows in range(least, least + _MORE_TILE_ROWS):
         height = height_of(rows, tile_rows, columns_of_tile, at_once)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
         if at_once > 1 and taken <= clusters:  # nobody has another tile
             continue
-        may_share = cluster * cluster_n * at_once == 1 and columns_of_tile == SWAPPED_COLUMNS
         fit = max(1, min(clusters // taken, most)) if may_share and taken else 1
         for shares in {1, fit} if taken else ():
             possible.setdefault((height, shares), tile_rows)

@@ -118,9 +118,9 @@ def _is_sure(rules: Any) -> bool:
     return bool(rules.problem.topology.size == 1 or rules.packets)
 
 
-def _differs_in_tiles(rules: Any, block_n: int, together: int, span: int) -> bool:
-    """Whether a plan that is else like the rules' has other loads, or fewer tiles, of the same width. ``together``: CTAs of a cluster."""
-    return bool(block_n == rules.tile.block_n and (together > rules.ctas_together or span > rules.span))
+def _differs_in_tiles(rules: Any, plan: Any) -> bool:
+    """Whether a plan that is else like the rules' has other loads, or fewer tiles, of the same width."""
+    return bool(plan.tile.block_n == rules.tile.block_n and (plan.ctas_together > rules.ctas_together or plan.span > rules.span))
 
 
 def _worth(rules: Any, plan: Any) -> float:
@@ -132,7 +132,7 @@ def _worth(rules: Any, plan: Any) -> float:
         waits = plan.packets and not gathers and plan.ctas_together > 1
         return (_WORTH_OF_SWAPPED if plan.swapped else _WORTH_OF_TILES) if waits else _WORTH
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
-    if alike and _differs_in_tiles(rules, plan.tile.block_n, plan.ctas_together, plan.span):
+    if alike and _differs_in_tiles(rules, plan):
         return _WORTH
     return _WORTH_OF_PUSHED if gathers and plan.split.intra_comm else _WORTH_OF_TILES
 

@@ -62,7 +62,7 @@ def test_what_a_plan_must_save() -> None:
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_what_is_chosen_is_the_best_of_all(world: Topology, rng: np.random.Generator) -> None:
-    """Of all kernels, or of some, also where the rules' is none of these."""
+    """Among all kernels, or some, also where the rules' is none of these."""
     for _ in range(60):
         problem, rows, machine = drawn(rng, world)
         specs = list(dict.fromkeys(plan.spec for plan in choice.candidates(problem, rows, SMS)))
