@@ -11,8 +11,9 @@ larger.
 
 ``--b transposed`` passes B as the transpose view of an (N, K) array.
 
-``--shapes`` chooses: ops (``allgather_gemm``), sizes (``8192``, ``16x8192x8192``), or both (``gemm_allreduce:8192``). ``--nodes 2`` splits
-the ranks into emulated nodes. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
+``--shapes`` chooses: ops (``allgather_gemm``), sizes (``8192``, ``16x8192x8192``), or both (``gemm_allreduce:8192``); any op that
+``mkernel bench`` measures, with a shape as it takes it (``ring_attention:1x32x8x16384x128c``). Inputs are those of each tree's own bench.
+``--nodes 2`` splits the ranks into emulated nodes. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -71,17 +72,10 @@ def chosen_shapes(wanted: Sequence[str]) -> list[tuple[str, str]]:
     for text in wanted:
         op, _, size = text.partition(":")
         found = [(op, size)] if size else [shape for shape in all_shapes() if text in shape]
-        if not found or found[0][0] not in OPS:
-            raise SystemExit(f"--shapes {text}: no such op or size; there are {', '.join(OPS)} and sizes S or MxNxK")
+        if not found:
+            raise SystemExit(f"--shapes {text}: no such op or size; there are {', '.join(OPS)}, and OP:SIZE of any op of mkernel bench")
         chosen += [shape for shape in found if shape not in chosen]
     return chosen
-
-
-def extents(op: str, size: str, ranks: int) -> tuple[int, int, int]:
-    """Rows of a, columns of b and K on every rank. S: M = K = S, N = S / W of an allgather_gemm, M = N = S, K = S / W of the others."""
-    numbers = [int(part) for part in size.split("x")]
-    m, n, k = numbers if len(numbers) == 3 else (numbers[0],) * 3
-    return (m // ranks, n // ranks, k) if op == "allgather_gemm" else (m, n, k // ranks)
 
 
 # ---- a rank of one tree: its own process, with that tree's mkernel
@@ -117,33 +111,30 @@ class Measured:
     """One rank's part of every command; all ranks of a tree get the same ones."""
 
     def __init__(self, world: Any, timing: Any) -> None:
-        self.world, self.timing, self.calls, self.results = world, timing, [], []
-        self.transposed = os.environ["COMPARE_B"] == LAYOUTS[1]
+        self.world, self.timing, self.calls = world, timing, []
+        self.b = os.environ["COMPARE_B"]
 
     def setup(self, op: str, size: str) -> dict[str, Any]:
         """Inputs, the plan, and a first call of everything; a checksum of the first result."""
-        import functools
-
-        import mkernel as mk
+        from mkernel.bench.cases import ops
+        from mkernel.planner.topology import Topology
 
         self.free()
-        timing, world = self.timing, self.world
-        rows, n, k = extents(op, size, world.size)
-        result_rows = {"allgather_gemm": rows * world.size, "gemm_reduce_scatter": rows // world.size, "gemm_allreduce": rows}[op]
-        count = timing.sets(2 * (rows * k + k * n + result_rows * n))
-        for i in range(count):
-            seed = 1_000_003 * i + 2 * world.rank
-            b_shape = (n, k) if self.transposed else (k, n)
-            a, b, c = timing.random((rows, k), seed), timing.random(b_shape, seed + 1), timing.empty((result_rows, n))
-            b = b.T if self.transposed else b
-            timing.poison(c)
-            self.calls.append(functools.partial(getattr(mk, op), a, b, out=c, world=world))
-            self.results.append(c)
-        timing.warm_up(self.calls)
-        bits = self.results[0].view(timing.xp.uint16)
-        bits = bits.get() if hasattr(bits, "get") else bits
-        nans = bool(((bits & 0x7F80) == 0x7F80).any())  # an element that nobody has written, or an infinity
-        return {"crc": zlib.crc32(bits.tobytes()), "nans": nans, "sets": count}
+        measured, world = ops()[op], self.world
+        case = measured.case(
+            size, Topology(world.size, world.ranks_per_node), "bfloat16", **({"b": self.b} if "b" in measured.options else {})
+        )
+        case.setup(self.timing, 0)
+        self.calls[:] = case.fused()
+        self.timing.warm_up(self.calls)
+        first = case.outputs()[0]
+        crc, nans = 0, False
+        for result in first if isinstance(first, tuple) else (first,):
+            array = result.get() if hasattr(result, "get") else result
+            crc = zlib.crc32(array.tobytes(), crc)
+            if array.dtype.itemsize == 2:  # bfloat16, which is no type of NumPy's own: an element that nobody has written, or an infinity
+                nans |= bool(((array.view("uint16") & 0x7F80) == 0x7F80).any())
+        return {"crc": crc, "nans": nans, "sets": len(self.calls)}
 
     def sample(self, index: int) -> float:
         """Milliseconds of one call on this rank. The input sets take turns, so that none lies in a cache."""
@@ -164,7 +155,6 @@ class Measured:
     def free(self) -> None:
         self.timing.synchronize()
         self.calls.clear()
-        self.results.clear()
         if self.world.target == "cuda":
             self.timing.xp.get_default_memory_pool().free_all_blocks()
 
