@@ -12,7 +12,6 @@
 namespace mkernel {
 
 constexpr uint32_t kCopyRows = kPieceBytes / 128;  // of a piece: a panel of 64 columns
-constexpr uint32_t kCopyQueue = 16;                // chunks whose flag is not raised yet: at most 12
 constexpr uint32_t kFirstKeeper = 3;               // warps from here on keep credits
 
 // A chunk on its way.
@@ -28,10 +27,9 @@ struct CopiedChunk {
 
 struct CopyStorage {
   CopyPieces pieces;
-  CopiedChunk queue[kCopyQueue];
   CopyBarriers barriers;
   EntryGate entries;
-  Mailbox arrived, announce;  // chunks that may be copied, for thread 0; places in the queue whose flags are to be raised, for warp 1
+  Mailbox arrived, announce;  // chunks that may be copied, for thread 0; numbers of chunks whose flags are to be raised, for warp 1
 };
 
 // The chunks of one flow that one of its CTAs moves, in order: segment by segment; in each first this rank's, then those of the rail peers from the next
@@ -130,7 +128,6 @@ struct ChunkPieces {
   uint32_t to_rank;  // local rank of whose window it is
   MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
   MK_DEVICE uint32_t loaded(const Item&, uint32_t bytes) const { return bytes; }
-  MK_DEVICE void next_piece(CopiedChunk&) const {}
   MK_DEVICE static int32_t column(uint32_t offset) { return offset / kPieceBytes % kPanels * 64; }
   MK_DEVICE static uint32_t which(uint32_t offset) { return offset / (kPieceBytes * kPanels) % 2; }  // 0: K, 1: V
   MK_DEVICE static int32_t row(uint32_t offset) { return offset / (kPieceBytes * kPanels * 2) * kCopyRows; }
@@ -166,23 +163,21 @@ struct PushedChunks : ChunkPieces<Parameters> {
   using ChunkPieces<Parameters>::p;
   const Entered& entered;
   PushWalk walk;
-  CopiedChunk* queue;
   Receiver& arrived;
   Mailbox& flags;
   Mailbox::Position& at;
   Trace& trace;
   uint64_t since;
-  uint32_t found = 0;  // chunks in the queue so far
+  uint32_t found = 0;  // chunks so far
 
-  // CopyRing asks for each item once before it asks for it again, and never for one that is kCopyQueue behind.
   MK_DEVICE uint32_t first() const { return 0; }
   MK_DEVICE uint32_t next(uint32_t index) const { return index + 1; }
   MK_DEVICE uint32_t end() const { return found + (walk.more() ? 1 : 0); }
-  MK_DEVICE CopiedChunk item(uint32_t index) {
-    if (index == found && walk.advance()) queue[found++ % kCopyQueue] = current();
-    return known(index);
+  MK_DEVICE CopiedChunk item(uint32_t) {
+    if (!walk.advance()) return CopiedChunk{};
+    ++found;
+    return current();
   }
-  MK_DEVICE CopiedChunk known(uint32_t index) const { return queue[index % kCopyQueue]; }
   MK_DEVICE CopiedChunk current() const {
     const RingArguments& r = p.ring;
     const abi::World& world = p.world;
@@ -200,7 +195,7 @@ struct PushedChunks : ChunkPieces<Parameters> {
     return ok;
   }
   MK_DEVICE void announce(const CopiedChunk& c) {
-    flags.post(entered, at, announced++ % kCopyQueue);
+    flags.post(entered, at, announced++);
     trace.record(c.distance == 0 ? abi::kTraceSend : abi::kTraceForward, c.number, since);
     since = trace.now();
   }
@@ -318,7 +313,7 @@ MK_DEVICE void push_chunks(const Call& call, const PushFlow<Parameters>& flow, C
     const Entered entered = *maybe;
     Trace trace(call.world, 2);
     CopyRing ring(storage.pieces, storage.barriers);
-    PushedChunks<Parameters> chunks{{flow.p, flow.to_rank()}, entered,      flow.walk(), storage.queue, receiver,
+    PushedChunks<Parameters> chunks{{flow.p, flow.to_rank()}, entered,      flow.walk(), receiver,
                                     storage.announce,         announcement, trace,       trace.now()};
     ring.copy(chunks);
   }
@@ -342,9 +337,10 @@ MK_DEVICE void announce_chunks(const Call& call, const PushFlow<Parameters>& flo
     }
     raise_flag_of(*entered, p, reader, world.local_rank);
   }
-  storage.announce.serve([&](uint32_t place) {  // only one that has entered posts
+  storage.announce.serve([&](uint32_t number) {  // only one that has entered posts
     if (ptx::lane_index() != 0) return;
-    const CopiedChunk& c = storage.queue[place];
+    static_assert(kPiecesAhead + kPiecesBehind + kMailboxSlots + 1 <= kCopyQueue, "chunks that are looked at meanwhile");
+    const CopiedChunk& c = storage.pieces.item<CopiedChunk>(number);
     raise_counted(*entered, r, flow.to_rank(), c.to / 2, c.number + 1);
     if (kNodes > 1 && c.distance != 0) publish_progress(*entered, r, remote_ring(c.distance, world.local_rank), reader, c.next);
   });

@@ -11,25 +11,35 @@ constexpr uint32_t kPieceStages = 8;
 constexpr uint32_t kPiecesAhead = 5;   // loads in flight before their store is issued
 constexpr uint32_t kPiecesBehind = 4;  // stores in flight, to one destination: more fill the link no better, and take longer
 
+constexpr uint32_t kCopyQueue = 16;      // chunks: 9 that are on their way, and those that a mailbox tells of
+constexpr uint32_t kCopyItemBytes = 48;  // at most
+
 struct CopyPieces {
   alignas(128) char piece[kPieceStages][kPieceBytes];
+  alignas(16) char items[kCopyQueue][kCopyItemBytes];  // of chunks, one after the other
+
+  template <class Item>
+  MK_DEVICE Item& item(uint32_t number) {
+    static_assert(sizeof(Item) <= kCopyItemBytes && alignof(Item) <= 16, "");
+    return *reinterpret_cast<Item*>(items[number % kCopyQueue]);
+  }
 };
 struct CopyBarriers {
   uint64_t piece_arrived[kPieceStages];
 };
 
 // What CopyRing copies. One thread copies, and every instruction that it spends on a piece delays all pieces; so an Item holds what is worked out
-// once per chunk, for all its pieces.
+// once per chunk, for all its pieces: when they are loaded, when they are stored, and when the chunk is announced.
 template <class Chunks>
-concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item, typename Chunks::Item& mutable_item, uint32_t index,
-                                uint32_t offset, void* stage, const char* smem, uint32_t bytes, uint64_t* bar) {
-  { item.bytes } -> Same<const uint32_t&>;  // of the chunk
+concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item, uint32_t index, uint32_t offset, void* stage,
+                                const char* smem, uint32_t bytes, uint64_t* bar) {
+  { item.bytes } -> Same<const uint32_t&>;  // of the chunk, not 0
 
   // ---- which chunks: by index
   { chunks.first() } -> Same<uint32_t>;
   { chunks.next(index) } -> Same<uint32_t>;
-  { chunks.end() } -> Same<uint32_t>;  // may be one more until item() has found that there is no such chunk
-  { chunks.item(index) } -> Same<typename Chunks::Item>;
+  { chunks.end() } -> Same<uint32_t>;                     // may be one more until item() has found that there is no such chunk
+  { chunks.item(index) } -> Same<typename Chunks::Item>;  // asked for once for each, in order
 
   // ---- their source
   { chunks.ready(item) } -> Same<bool>;              // whether it is complete; true once for each chunk
@@ -37,8 +47,7 @@ concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item
   { chunks.piece_bytes() } -> Same<uint32_t>;        // at most kPieceBytes
   chunks.load(item, offset, stage, bytes, bar);      // issues the load of one piece,
   { chunks.loaded(item, bytes) } -> Same<uint32_t>;  // which brings so many bytes
-  chunks.next_piece(mutable_item);                   // goes on to the next piece of the chunk
-  // If there is chunks.known(index): the item of a chunk that item() has been asked for, for less work.
+  // If there is chunks.next_piece(mutable_item): what is kept for loads goes on to the next piece of the chunk.
   // If there is chunks.skew(item): by so many bytes the first piece is smaller, so that all others begin with a line at their destination.
 
   // ---- their destinations
@@ -62,33 +71,38 @@ class CopyRing {
   // One loop loads, stores and announces in one place each: what a kernel's chunks do is inlined there, and may be hundreds of instructions.
   template <uint32_t Behind = kPiecesBehind, CopiedChunks Chunks, class MayStore>
   MK_DEVICE void copy(Chunks& chunks, const MayStore& may_store) {
-    Cursor<Chunks> loading{chunks.first(), 0, {}, false}, storing = loading, announcing = loading;
-    uint32_t ahead = 0, behind = 0;  // pieces that are loaded, and that are stored and not announced
+    Cursor<Chunks> loading{}, storing{};
+    uint32_t index = chunks.first();                 // of the chunk that is looked at next
+    uint32_t stored = looked_, announced = looked_;  // chunks whose first piece is stored, and whose last one is announced
+    uint32_t ahead = 0, behind = 0;                  // pieces that are loaded, and that are stored and not announced
+    uint32_t ends = 0;                               // which of the pieces behind are the last of their chunk; the latest: bit 0
     bool may = false;
 #pragma unroll 1
     while (true) {
-      load_ahead(chunks, loading, ahead);
-      if (!may) {
-        may = may_store();
-        if (!may) break;
-      }
-      const bool is_done = storing.index >= chunks.end();
-      const bool rests = is_done || ahead == 0;  // nothing to do but wait; first what is done is told
-      if (!rests) {
-        look<true>(chunks, storing);
-        store(chunks, storing);
-        advance(chunks, storing);
-        --ahead;
-        ++behind;
+      load_ahead(chunks, loading, index, ahead);
+      bool rests = false;        // nothing to do but wait; first what is done is told
+      if (storing.bytes == 0) {  // as when nothing is ahead: a chunk that is complete is loaded and stored to its end
+        if (!may) {
+          may = may_store();
+          if (!may) break;
+        }
+        rests = ahead == 0;
+        if (!rests) storing = begin(chunks, item<Chunks>(stored++));
       }
       if (rests) {
         ptx::store_wait<0>();
-      } else if (behind > Behind) {
-        ptx::store_wait<Behind>();
+      } else {
+        store(chunks, storing);
+        advance(chunks, storing);
+        ends = ends << 1 | (storing.bytes == 0 ? 1 : 0);
+        --ahead;
+        if (++behind > Behind) ptx::store_wait<Behind>();
       }
 #pragma unroll 1
-      for (; behind > (rests ? 0 : Behind); --behind) announce(chunks, announcing);
-      if (is_done || (rests && !chunks.wait(loading.item))) return;
+      for (; behind > (rests ? 0 : Behind); --behind) {
+        if (ends >> (behind - 1) & 1) chunks.announce(item<Chunks>(announced++));
+      }
+      if (rests && (loading.bytes == 0 || !chunks.wait(loading.item))) return;
     }
     for (; ahead > 0; --ahead) take_piece();
   }
@@ -100,68 +114,60 @@ class CopyRing {
  private:
   template <class Chunks>
   struct Cursor {
-    uint32_t index, offset;
+    uint32_t offset, bytes;  // of a piece in its chunk; no bytes: there is no chunk
     typename Chunks::Item item;
-    bool has_item;
   };
-  // At a chunk that is there. IsKnown: the loading cursor has looked at it.
-  template <bool IsKnown, class Chunks>
-  MK_DEVICE static void look(Chunks& chunks, Cursor<Chunks>& at) {
-    if (at.has_item) return;
-    if constexpr (IsKnown && requires { chunks.known(at.index); }) {
-      at.item = chunks.known(at.index);
-    } else {
-      at.item = chunks.item(at.index);
+  template <class Chunks>
+  MK_DEVICE typename Chunks::Item& item(uint32_t number) const {
+    return pieces_.template item<typename Chunks::Item>(number);
+  }
+  MK_DEVICE static uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+  template <class Chunks>
+  MK_DEVICE static Cursor<Chunks> begin(const Chunks& chunks, const typename Chunks::Item& item) {
+    uint32_t most = chunks.piece_bytes();
+    if constexpr (requires { chunks.skew(item); }) most -= chunks.skew(item);
+    return Cursor<Chunks>{0, least(most, item.bytes), item};
+  }
+  template <class Chunks>
+  MK_DEVICE static void advance(const Chunks& chunks, Cursor<Chunks>& at) {
+    at.offset += at.bytes;
+    at.bytes = least(chunks.piece_bytes(), at.item.bytes - at.offset);
+    if (at.bytes == 0) at.offset = 0;
+  }
+  template <class Chunks>
+  MK_DEVICE bool begins(Chunks& chunks, Cursor<Chunks>& loading, uint32_t& index) {  // whether a chunk is there, and complete
+    if (loading.bytes == 0) {
+      if (index >= chunks.end()) return false;
+      const typename Chunks::Item next = chunks.item(index);
+      if (index >= chunks.end()) return false;
+      index = chunks.next(index);
+      item<Chunks>(looked_++) = next;
+      loading = begin(chunks, next);
     }
-    at.has_item = true;
+    return chunks.ready(loading.item);
   }
   template <class Chunks>
-  MK_DEVICE static bool may_load(Chunks& chunks, Cursor<Chunks>& at) {
-    if (at.index >= chunks.end()) return false;
-    look<false>(chunks, at);
-    return at.index < chunks.end() && (at.offset != 0 || chunks.ready(at.item));
-  }
-  template <class Chunks>
-  MK_DEVICE void load_ahead(Chunks& chunks, Cursor<Chunks>& loading, uint32_t& ahead) {
+  MK_DEVICE void load_ahead(Chunks& chunks, Cursor<Chunks>& loading, uint32_t& index, uint32_t& ahead) {
 #pragma unroll 1
-    while (ahead < kPiecesAhead && may_load(chunks, loading)) {
+    for (; ahead < kPiecesAhead; ++ahead) {
+      if (loading.offset == 0 && !begins(chunks, loading, index)) return;
       ptx::store_wait_read<kPieceStages - kPiecesAhead>();
       load(chunks, loading, (stage_ + ahead) % kPieceStages);
       advance(chunks, loading);
-      ++ahead;
-    }
-  }
-  template <class Chunks>
-  MK_DEVICE static uint32_t most_bytes(const Chunks& chunks, const Cursor<Chunks>& at) {
-    if constexpr (requires { chunks.skew(at.item); }) {
-      if (at.offset == 0) return chunks.piece_bytes() - chunks.skew(at.item);
-    }
-    return chunks.piece_bytes();
-  }
-  template <class Chunks>
-  MK_DEVICE static uint32_t piece_bytes(const Chunks& chunks, const Cursor<Chunks>& at) {
-    const uint32_t left = at.item.bytes - at.offset, most = most_bytes(chunks, at);
-    return left < most ? left : most;
-  }
-  template <class Chunks>
-  MK_DEVICE static void advance(Chunks& chunks, Cursor<Chunks>& at) {
-    at.offset += most_bytes(chunks, at);
-    if (at.offset >= at.item.bytes) {
-      at.index = chunks.next(at.index), at.offset = 0, at.has_item = false;
-    } else {
-      chunks.next_piece(at.item);
+      if constexpr (requires { chunks.next_piece(loading.item); }) {
+        if (loading.bytes != 0) chunks.next_piece(loading.item);
+      }
     }
   }
   template <class Chunks>
   MK_DEVICE void load(Chunks& chunks, const Cursor<Chunks>& at, uint32_t stage) {
-    const uint32_t bytes = piece_bytes(chunks, at);
-    ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], chunks.loaded(at.item, bytes));
-    chunks.load(at.item, at.offset, pieces_.piece[stage], bytes, &barriers_.piece_arrived[stage]);
+    ptx::mbarrier_arrive_expect(&barriers_.piece_arrived[stage], chunks.loaded(at.item, at.bytes));
+    chunks.load(at.item, at.offset, pieces_.piece[stage], at.bytes, &barriers_.piece_arrived[stage]);
   }
   template <class Chunks>
   MK_DEVICE void store(Chunks& chunks, const Cursor<Chunks>& at) {
     const char* piece = pieces_.piece[take_piece()];
-    chunks.store(at.item, at.offset, piece, piece_bytes(chunks, at));
+    chunks.store(at.item, at.offset, piece, at.bytes);
     ptx::store_commit();
   }
   MK_DEVICE uint32_t take_piece() {  // the stage of the next one that has been loaded
@@ -170,16 +176,11 @@ class CopyRing {
     if (++stage_ == kPieceStages) stage_ = 0, parity_ ^= 1;
     return stage;
   }
-  template <class Chunks>
-  MK_DEVICE static void announce(Chunks& chunks, Cursor<Chunks>& at) {  // a piece is stored
-    look<true>(chunks, at);
-    if (at.offset + most_bytes(chunks, at) >= at.item.bytes) chunks.announce(at.item);
-    advance(chunks, at);
-  }
 
   CopyPieces& pieces_;
   CopyBarriers& barriers_;
   uint32_t stage_ = 0, parity_ = 0;
+  uint32_t looked_ = 0;  // chunks
 };
 
 // One warp copies `bytes` (a multiple of 16) by ordinary loads and stores, which need no shared memory: load() reads the lane's next 16 bytes of the

@@ -110,7 +110,6 @@ struct FetchCopies {
   }
   MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
   MK_DEVICE uint32_t loaded(const Item& item, uint32_t bytes) const { return rows(item) * bytes_of_row(row_bytes, bytes); }
-  MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     load_rows(rows(item), row_bytes, smem, bytes, bar, [&](uint32_t i) { return batch(item).from[item.row % kFetchGroup + i] + offset; });
   }

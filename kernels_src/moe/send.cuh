@@ -38,7 +38,6 @@ struct PackedRows {
   MK_DEVICE bool wait(const Item&) const { return true; }
   MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
   MK_DEVICE uint32_t loaded(const Item&, uint32_t bytes) const { return bytes; }
-  MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     load_rows(item.bytes / r.row_bytes, r.row_bytes, smem, bytes, bar,
               [&](uint32_t i) { return reinterpret_cast<const char*>(r.x) + uint64_t(tokens[item.first + i]) * r.row_bytes + offset; });

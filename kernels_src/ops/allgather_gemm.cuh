@@ -341,6 +341,7 @@ struct ShardPieces {
 constexpr uint32_t kPushedBehind = kR < 4 ? kPiecesBehind : kR < 8 ? 2 : 1;
 struct PushedChunks : ShardPieces {
   MaybeEntered entered;  // when something is stored
+  char* heaps[kR];       // from then on, by distance: not worked out again for each piece
   uint32_t begin;
   Receiver& arrived;
   Mailbox& flags;
@@ -348,6 +349,14 @@ struct PushedChunks : ShardPieces {
   Trace& trace;
   KeptRows kept;
   uint64_t since;
+
+  MK_DEVICE bool enter(const MaybeEntered& call) {
+    entered = call, since = trace.now();
+    if (!entered) return false;
+#pragma unroll
+    for (uint32_t i = 0; i < kR; ++i) heaps[i] = shared_heap(*entered, local_peer(p.world, i));
+    return true;
+  }
 
   MK_DEVICE uint32_t first() const { return begin; }
   MK_DEVICE uint32_t next(uint32_t index) const { return index + num_intra_comm(p); }
@@ -367,9 +376,10 @@ struct PushedChunks : ShardPieces {
     return ok;
   }
   MK_DEVICE void store(const Copied& c, uint32_t offset, const char* smem, uint32_t bytes) const {
+    const uint64_t to = c.to + offset;
 #pragma unroll
-    for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(shared_heap(*entered, local_peer(p.world, i)) + c.to + offset, smem, bytes);
-    if (c.is_kept) ptx::bulk_store(shared_heap(*entered, p.world.local_rank) + c.to + offset, smem, bytes);
+    for (uint32_t i = 1; i < kR; ++i) ptx::bulk_store(heaps[i] + to, smem, bytes);
+    if (c.is_kept) ptx::bulk_store(heaps[0] + to, smem, bytes);
   }
   MK_DEVICE void announce(const Copied& c) {
     flags.post(*entered, at, c.flag);
@@ -394,12 +404,9 @@ MK_DEVICE void intra_comm_role(const Call& call, const Parameters& p, Storage& s
   const auto copy = [&](const auto& enter, Receiver& arrived, Mailbox::Position& at) {
     Trace trace(p.world, 2);
     CopyRing ring(storage.pieces, storage.copy_barriers);
-    PushedChunks chunks{{p}, MaybeEntered::not_yet(call), index, arrived, storage.announce, at, trace, Tiles(p).kept_rows(), 0};
-    ring.copy<kPushedBehind>(chunks, [&] {  // the shard is there from the start: what is loaded of it need not wait for the other ranks
-      chunks.entered = enter();
-      chunks.since = trace.now();
-      return static_cast<bool>(chunks.entered);
-    });
+    PushedChunks chunks{{p}, MaybeEntered::not_yet(call), {}, index, arrived, storage.announce, at, trace, Tiles(p).kept_rows(), 0};
+    // The shard is there from the start: what is loaded of it need not wait for the other ranks.
+    ring.copy<kPushedBehind>(chunks, [&] { return chunks.enter(enter()); });
   };
   const auto wait = [&](const Entered& entered, Mailbox::Position& at, Mailbox::Position&) {
     if constexpr (kNodes > 1) wait_for_chunks(entered, p, storage.arrived, at, index);

@@ -113,7 +113,6 @@ struct PulledTiles : PullableTiles {
     return ok;
   }
   MK_DEVICE uint32_t piece_bytes() const { return kPieceBytes; }
-  MK_DEVICE void next_piece(Item&) const {}
   MK_DEVICE uint32_t loaded(const Item&, uint32_t bytes) const { return bytes; }
   MK_DEVICE void load(const Item& item, uint32_t offset, void* smem, uint32_t bytes, uint64_t* bar) const {
     ptx::bulk_load(smem, item.from + offset, bytes, bar);

@@ -47,7 +47,7 @@ GROUP_M = 16  # tile rows that share their columns of B in L2; 16 measured best 
 SHARED_LIMIT = 232448  # dynamic shared memory of one CTA on sm_90
 _RESULT_BYTES = 2 * 64 * 128  # a buffer of 64 rows x 128 bytes for each consumer warpgroup
 _BARRIER_BYTES = 2048  # barriers and the tile queue, with padding to 1 KiB
-_PIECES_BYTES = 8 * 16 * 1024  # the copy ring of the communication roles shares the memory of the stages (kernels_src/comm/copy.cuh)
+_PIECES_BYTES = 8 * 16 * 1024 + 16 * 48  # the ring of pieces of CTAs that copy shares the memory of the stages (kernels_src/comm/copy.cuh)
 
 # What a put should reach, several times what the engine takes for it, and what it may reach where the shard is large. Tiles wait for whole
 # puts.

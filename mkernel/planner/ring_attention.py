@@ -32,7 +32,7 @@ COUNT_BITS = 24  # of a counted flag (docs/memory_model.md): the others are the 
 
 _ALIGNMENT = 128  # of areas
 _WORD = 8
-_COPY_SHARED_BYTES = (8 * 16 + 4) * 1024  # of a CTA that moves data: pieces, and a queue of chunks
+_COPY_SHARED_BYTES = (8 * 16 + 4) * 1024  # of a CTA that moves data: pieces, what is known of chunks, and mailboxes
 _COPY_RATE = 40e9  # bytes per second of one copying CTA (docs/planner.md)
 _MOST_COPYING = 9  # CTAs: more of them push no faster
 

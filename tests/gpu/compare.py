@@ -39,7 +39,7 @@ from typing import Any
 SQUARES = (2048, 4096, 8192, 16384)
 FEW_ROWS = tuple(f"{1 << i}x8192x8192" for i in range(9))
 OPS = ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce")
-LAYOUTS = "row-major", "transposed"  # of B, as ``mkernel bench`` has them: a tree may be older than that
+LAYOUTS = "row-major", "transposed"  # of B, as ``mkernel bench`` has them
 COOLDOWN_MS = 30.0
 HOST_CALLS = 60
 MARK = "COMPARE "  # a line of a worker for its parent

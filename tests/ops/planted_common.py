@@ -27,7 +27,14 @@ COMMON = [
     ),
     # The chunk flag is raised for data that is not there yet, or seen too early.
     Bug("flag before the last data", "comm/copy.cuh", "        ptx::store_wait<0>();\n"),
-    Bug("flag before the data", "comm/copy.cuh", "        ptx::store_wait<Behind>();\n"),
+    Bug(
+        "flag before the data",
+        "comm/copy.cuh",
+        "        if (++behind > Behind) ptx::store_wait<Behind>();\n",
+        "        ++behind;\n",
+    ),
+    Bug("a chunk is announced when its last piece is stored", "comm/copy.cuh", "if (ends >> (behind - 1) & 1)", "if (ends & 1)"),
+    Bug("what is known of a chunk is overwritten while it is copied", "comm/copy.cuh", "kCopyQueue = 16;", "kCopyQueue = 2;"),
     Bug(
         "tiles do not wait for chunks",
         "tile/schedule.cuh",
@@ -56,7 +63,7 @@ COMMON = [
     Bug(
         "the own shard is not kept where tiles span shards",
         "ops/allgather_gemm.cuh",
-        "    if (c.is_kept) ptx::bulk_store(shared_heap(*entered, p.world.local_rank) + c.to + offset, smem, bytes);\n",
+        "    if (c.is_kept) ptx::bulk_store(heaps[0] + to, smem, bytes);\n",
         workload="span",
     ),
     Bug(
@@ -90,8 +97,8 @@ COMMON = [
     Bug(
         "a smaller first piece counts as a whole one",
         "comm/copy.cuh",
-        "at.offset += most_bytes(chunks, at);",
-        "at.offset += chunks.piece_bytes();",
+        "at.offset += at.bytes;",
+        "at.offset += at.offset == 0 ? least(chunks.piece_bytes(), at.item.bytes) : at.bytes;",
         workload="span high",
     ),
     Bug(

@@ -46,13 +46,16 @@ RING = [
         slow=True,
     ),
     _Bug(
-        "a chunk is stored where the one before it belongs", "comm/copy.cuh", "= chunks.known(at.index);", "= chunks.known(at.index - 1);"
+        "a chunk is stored where the one before it belongs",
+        "comm/copy.cuh",
+        "item<Chunks>(stored++)",
+        "item<Chunks>(stored == 0 ? stored++ : stored++ - 1)",
     ),
     _Bug(
         "the first chunk of a flow is left out",
         _EXCHANGE,
-        "if (index == found && walk.advance())",
-        "if (index == found && (found != 0 || walk.advance()) && walk.advance())",
+        "    if (!walk.advance()) return CopiedChunk{};\n",
+        "    if ((found == 0 && !walk.advance()) || !walk.advance()) return CopiedChunk{};\n",
         slow=True,
     ),
     _Bug("a stale chunk counts as ready", _OP, ">= counted(entered.call(), block.map));", ">= counted(entered.call(), 1));", slow=True),
