@@ -47,7 +47,7 @@ concept CopiedChunks = requires(Chunks chunks, const typename Chunks::Item& item
   { chunks.piece_bytes() } -> Same<uint32_t>;        // at most kPieceBytes
   chunks.load(item, offset, stage, bytes, bar);      // issues the load of one piece,
   { chunks.loaded(item, bytes) } -> Same<uint32_t>;  // which brings so many bytes
-  // If there is chunks.next_piece(mutable_item): what is kept for loads goes on to the next piece of the chunk.
+  // If there is chunks.next_piece(its own item): what is kept for loads goes on to the next piece of the chunk.
   // If there is chunks.skew(item): by so many bytes the first piece is smaller, so that all others begin with a line at their destination.
 
   // ---- their destinations
