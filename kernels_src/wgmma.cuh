@@ -8,13 +8,13 @@ namespace gmma = cute::SM90::GMMA;
 constexpr gmma::Major major(bool is_mn) { return is_mn ? gmma::Major::MN : gmma::Major::K; }
 // clang-format off
 template <uint32_t N, bool Half, bool MnA, bool MnB> struct Atom;
-#define MK_ATOM(n)                                                                                                                          \
+#define MK_ATOM(n) \
   template <bool A, bool B> struct Atom<n, false, A, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_SS<major(A), major(B)>; }; \
   template <bool A, bool B> struct Atom<n, true, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
 MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
 #undef MK_ATOM
 template <uint32_t N, bool Half, bool MnB> struct RegisterAtom;  // A in registers
-#define MK_ATOM(n)                                                                                                                          \
+#define MK_ATOM(n) \
   template <bool B> struct RegisterAtom<n, false, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_RS<gmma::Major::K, major(B)>; }; \
   template <bool B> struct RegisterAtom<n, true, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_RS<gmma::Major::K, major(B)>; };
 MK_ATOM(64) MK_ATOM(128)
@@ -85,8 +85,7 @@ MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>
 #define MK_NAMES31 MK_NAMES30 ", %125, %126, %127, %128"
 #define MK_NAMES32 MK_NAMES31 ", %129, %130, %131, %132"
 
-// One statement; its operands: the descriptors of A and B, in words of which the lower ones are added to; whether the first instruction adds to the
-// accumulators; and these.
+// One statement; its operands: the descriptors of A and B, in words; whether the first instruction adds to the accumulators; and these.
 struct Descriptors {
   uint32_t a[2], b[2], adds;
 };
@@ -94,18 +93,23 @@ MK_DEVICE Descriptors descriptors(uint64_t a, uint64_t b, bool adds) {
   return Descriptors{{static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32)}, {static_cast<uint32_t>(b), static_cast<uint32_t>(b >> 32)}, adds};
 }
 #define MK_STATEMENT(n, first, text)                                                                                       \
-  asm volatile("{\n.reg .pred adds, yes;\n.reg .b64 a, b;\n.reg .b32 low_a, low_b;\nmov.b32 low_a, %0;\nmov.b32 low_b, %2;\n" \
-               "setp.ne.b32 adds, %4, 0;\nsetp.eq.b32 yes, %4, %4;\n" MK_BOTH text "}"                                     \
+  asm volatile("{\n.reg .pred adds, yes;\n.reg .b64 a, b, high_a, high_b;\n.reg .b32 low, zero;\nmov.b32 zero, 0;\n"        \
+               "mov.b64 high_a, {zero, %1};\nmov.b64 high_b, {zero, %3};\n"                                                \
+               "setp.ne.b32 adds, %4, 0;\nsetp.eq.b32 yes, %4, %4;\n" text "}"                                             \
                : "+r"(of.a[0]), "+r"(of.a[1]), "+r"(of.b[0]), "+r"(of.b[1]), "+r"(of.adds), MK_D##n(first)::"memory")
-#define MK_BOTH "mov.b64 a, {low_a, %1};\nmov.b64 b, {low_b, %3};\n"
-#define MK_INSTRUCTION(N, n, type, transposed, adds) \
-  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" MK_NAMES##n "}, a, b, " adds ", 1, 1, " transposed ", 0;\n"
+// Descriptors so much further on, put together as in C++: with mov.b64 {low, high} ptxas 13.5 forgets that they are the warp's (warp_descriptor), in
+// some kernels, and moves four words for each instruction.
+#define MK_OPERANDS(by_a, by_b)                                                    \
+  "add.u32 low, %0, " by_a ";\ncvt.u64.u32 a, low;\nor.b64 a, a, high_a;\n" \
+  "add.u32 low, %2, " by_b ";\ncvt.u64.u32 b, low;\nor.b64 b, b, high_b;\n"
+#define MK_INSTRUCTION(N, n, type, transposed, by_a, by_b, adds)                      \
+  MK_OPERANDS(by_a, by_b) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type \
+  " {" MK_NAMES##n "}, a, b, " adds ", 1, 1, " transposed ", 0;\n"
 // Four instructions, of which each begins 16 columns of K further on than the one before: 32 bytes, or of A 16 rows of 128 bytes; in units of 16.
-#define MK_NEXT(N, n, type, transposed, by) \
-  "add.u32 low_a, low_a, " by ";\nadd.u32 low_b, low_b, 2;\n" MK_BOTH MK_INSTRUCTION(N, n, type, transposed, "yes")
-#define MK_FOUR(N, n, type, transposed, by)                                                                 \
-  "wgmma.fence.sync.aligned;\n" MK_INSTRUCTION(N, n, type, transposed, "adds")                              \
-  MK_NEXT(N, n, type, transposed, by) MK_NEXT(N, n, type, transposed, by) MK_NEXT(N, n, type, transposed, by) \
+#define MK_FOUR(N, n, type, transposed, a1, a2, a3)                                                                 \
+  "wgmma.fence.sync.aligned;\n" MK_INSTRUCTION(N, n, type, transposed, "0", "0", "adds")                             \
+  MK_INSTRUCTION(N, n, type, transposed, a1, "2", "yes") MK_INSTRUCTION(N, n, type, transposed, a2, "4", "yes")       \
+  MK_INSTRUCTION(N, n, type, transposed, a3, "6", "yes")                                                             \
   "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;\n"
 
 template <uint32_t N> struct Instruction;
@@ -113,10 +117,10 @@ template <uint32_t N> struct Instruction;
   template <> struct Instruction<N> {                                                                                      \
     template <bool Half, bool MnA, uint32_t First, uint32_t Count>                                                         \
     MK_DEVICE static void multiply(float (&d)[Count], Descriptors of) {                                                    \
-      if constexpr (!Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0", "adds"));                      \
-      if constexpr (!Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "1", "adds"));                       \
-      if constexpr (Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0", "adds"));                        \
-      if constexpr (Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "1", "adds"));                         \
+      if constexpr (!Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0", "0", "0", "adds")); \
+      if constexpr (!Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "1", "0", "0", "adds")); \
+      if constexpr (Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0", "0", "0", "adds")); \
+      if constexpr (Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "1", "0", "0", "adds")); \
     }                                                                                                                      \
   };
 MK_ANY(32, 4) MK_ANY(40, 5) MK_ANY(48, 6) MK_ANY(56, 7) MK_ANY(72, 9) MK_ANY(80, 10) MK_ANY(88, 11) MK_ANY(96, 12) MK_ANY(112, 14) MK_ANY(144, 18)
@@ -127,10 +131,10 @@ template <uint32_t N> struct Step;
   template <> struct Step<N> {                                                                                             \
     template <bool Half, bool MnA, uint32_t Count>                                                                         \
     MK_DEVICE static void multiply(float (&d)[Count], Descriptors of) {                                                    \
-      if constexpr (!Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "0", "2"));                                    \
-      if constexpr (!Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "1", "128"));                                   \
-      if constexpr (Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "0", "2"));                                      \
-      if constexpr (Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1", "128"));                                     \
+      if constexpr (!Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "0", "2", "4", "6")); \
+      if constexpr (!Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "1", "128", "256", "384")); \
+      if constexpr (Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "0", "2", "4", "6")); \
+      if constexpr (Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1", "128", "256", "384")); \
     }                                                                                                                      \
   };
 MK_STEP(16, 2) MK_STEP(32, 4) MK_STEP(48, 6) MK_STEP(64, 8) MK_STEP(80, 10) MK_STEP(96, 12) MK_STEP(112, 14) MK_STEP(128, 16) MK_STEP(160, 20)

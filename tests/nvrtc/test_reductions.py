@@ -137,6 +137,15 @@ def test_kernel_of_swapped_operands(
     assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
 
 
+@pytest.mark.parametrize(("how", "size"), [(REDUCE_SCATTER, 2), ("one_shot", 4), ("two_shot", 8)])
+@pytest.mark.drawn(1)
+def test_descriptors_of_ctas_alone_are_the_warps(caplog: pytest.LogCaptureFixture, how: str, size: int) -> None:
+    """Put together by mov.b64 they were moved for each product, by NVRTC 13.5, in CTAs that are no clusters, between ranks."""
+    op, algorithm = (REDUCE_SCATTER, None) if how == REDUCE_SCATTER else (ALLREDUCE, how)
+    problem = ReduceProblem(op, Topology(size, size), 520, 2048, "bfloat16", False, "output", algorithm)
+    compiled(caplog, make_plan(problem, 40, _SMS, tiling=Tiling(None, None, 1, 1, 1, 1, 2)).spec, packets=True)
+
+
 @pytest.mark.drawn(2)
 @pytest.mark.cases(
     how=(REDUCE_SCATTER, "two_shot"),

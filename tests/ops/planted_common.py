@@ -27,12 +27,7 @@ COMMON = [
     ),
     # The chunk flag is raised for data that is not there yet, or seen too early.
     Bug("flag before the last data", "comm/copy.cuh", "        ptx::store_wait<0>();\n"),
-    Bug(
-        "flag before the data",
-        "comm/copy.cuh",
-        "        if (++behind > Behind) ptx::store_wait<Behind>();\n",
-        "        ++behind;\n",
-    ),
+    Bug("flag before the data", "comm/copy.cuh", "if (++behind > Behind) ptx::store_wait<Behind>();", "++behind;"),
     Bug("a chunk is announced when its last piece is stored", "comm/copy.cuh", "if (ends >> (behind - 1) & 1)", "if (ends & 1)"),
     Bug("what is known of a chunk is overwritten while it is copied", "comm/copy.cuh", "kCopyQueue = 16;", "kCopyQueue = 2;"),
     Bug(
