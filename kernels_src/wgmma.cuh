@@ -8,13 +8,13 @@ namespace gmma = cute::SM90::GMMA;
 constexpr gmma::Major major(bool is_mn) { return is_mn ? gmma::Major::MN : gmma::Major::K; }
 // clang-format off
 template <uint32_t N, bool Half, bool MnA, bool MnB> struct Atom;
-#define MK_ATOM(n) \
+#define MK_ATOM(n)                                                                                                                          \
   template <bool A, bool B> struct Atom<n, false, A, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_SS<major(A), major(B)>; }; \
   template <bool A, bool B> struct Atom<n, true, A, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_SS<major(A), major(B)>; };
 MK_ATOM(64) MK_ATOM(128) MK_ATOM(192) MK_ATOM(256)
 #undef MK_ATOM
 template <uint32_t N, bool Half, bool MnB> struct RegisterAtom;  // A in registers
-#define MK_ATOM(n) \
+#define MK_ATOM(n)                                                                                                                          \
   template <bool B> struct RegisterAtom<n, false, B> { using Type = gmma::MMA_64x##n##x16_F32BF16BF16_RS<gmma::Major::K, major(B)>; }; \
   template <bool B> struct RegisterAtom<n, true, B> { using Type = gmma::MMA_64x##n##x16_F32F16F16_RS<gmma::Major::K, major(B)>; };
 MK_ATOM(64) MK_ATOM(128)
@@ -99,17 +99,17 @@ MK_DEVICE Descriptors descriptors(uint64_t a, uint64_t b, bool adds) {
                : "+r"(of.a[0]), "+r"(of.a[1]), "+r"(of.b[0]), "+r"(of.b[1]), "+r"(of.adds), MK_D##n(first)::"memory")
 // Descriptors so much further on, put together as in C++: with mov.b64 {low, high} ptxas 13.5 forgets that they are the warp's (warp_descriptor), in
 // some kernels, and moves four words for each instruction.
-#define MK_OPERANDS(by_a, by_b)                                                    \
+#define MK_OPERANDS(by_a, by_b)                                             \
   "add.u32 low, %0, " by_a ";\ncvt.u64.u32 a, low;\nor.b64 a, a, high_a;\n" \
   "add.u32 low, %2, " by_b ";\ncvt.u64.u32 b, low;\nor.b64 b, b, high_b;\n"
-#define MK_INSTRUCTION(N, n, type, transposed, by_a, by_b, adds)                      \
-  MK_OPERANDS(by_a, by_b) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type \
-  " {" MK_NAMES##n "}, a, b, " adds ", 1, 1, " transposed ", 0;\n"
+#define MK_INSTRUCTION(N, n, type, transposed, by_a, by_b, adds)                                \
+  MK_OPERANDS(by_a, by_b) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type       \
+                          " {" MK_NAMES##n "}, a, b, " adds ", 1, 1, " transposed ", 0;\n"
 // Four instructions, of which each begins 16 columns of K further on than the one before: 32 bytes, or of A 16 rows of 128 bytes; in units of 16.
-#define MK_FOUR(N, n, type, transposed, a1, a2, a3)                                                                 \
-  "wgmma.fence.sync.aligned;\n" MK_INSTRUCTION(N, n, type, transposed, "0", "0", "adds")                             \
-  MK_INSTRUCTION(N, n, type, transposed, a1, "2", "yes") MK_INSTRUCTION(N, n, type, transposed, a2, "4", "yes")       \
-  MK_INSTRUCTION(N, n, type, transposed, a3, "6", "yes")                                                             \
+#define MK_FOUR(N, n, type, transposed, by)                                                                                   \
+  "wgmma.fence.sync.aligned;\n" MK_INSTRUCTION(N, n, type, transposed, "0", "0", "adds")                                      \
+  MK_INSTRUCTION(N, n, type, transposed, by, "2", "yes") MK_INSTRUCTION(N, n, type, transposed, "2*" by, "2*2", "yes")        \
+  MK_INSTRUCTION(N, n, type, transposed, "3*" by, "3*2", "yes")                                                               \
   "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;\n"
 
 template <uint32_t N> struct Instruction;
@@ -117,10 +117,10 @@ template <uint32_t N> struct Instruction;
   template <> struct Instruction<N> {                                                                                      \
     template <bool Half, bool MnA, uint32_t First, uint32_t Count>                                                         \
     MK_DEVICE static void multiply(float (&d)[Count], Descriptors of) {                                                    \
-      if constexpr (!Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0", "0", "0", "adds")); \
-      if constexpr (!Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "1", "0", "0", "adds")); \
-      if constexpr (Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0", "0", "0", "adds")); \
-      if constexpr (Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "1", "0", "0", "adds")); \
+      if constexpr (!Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0", "0", "0", "adds"));            \
+      if constexpr (!Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "1", "0", "0", "adds"));             \
+      if constexpr (Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0", "0", "0", "adds"));              \
+      if constexpr (Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "1", "0", "0", "adds"));               \
     }                                                                                                                      \
   };
 MK_ANY(32, 4) MK_ANY(40, 5) MK_ANY(48, 6) MK_ANY(56, 7) MK_ANY(72, 9) MK_ANY(80, 10) MK_ANY(88, 11) MK_ANY(96, 12) MK_ANY(112, 14) MK_ANY(144, 18)
@@ -131,10 +131,10 @@ template <uint32_t N> struct Step;
   template <> struct Step<N> {                                                                                             \
     template <bool Half, bool MnA, uint32_t Count>                                                                         \
     MK_DEVICE static void multiply(float (&d)[Count], Descriptors of) {                                                    \
-      if constexpr (!Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "0", "2", "4", "6")); \
-      if constexpr (!Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "1", "128", "256", "384")); \
-      if constexpr (Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "0", "2", "4", "6")); \
-      if constexpr (Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1", "128", "256", "384")); \
+      if constexpr (!Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "0", "2"));                                    \
+      if constexpr (!Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "1", "128"));                                   \
+      if constexpr (Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "0", "2"));                                      \
+      if constexpr (Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1", "128"));                                     \
     }                                                                                                                      \
   };
 MK_STEP(16, 2) MK_STEP(32, 4) MK_STEP(48, 6) MK_STEP(64, 8) MK_STEP(80, 10) MK_STEP(96, 12) MK_STEP(112, 14) MK_STEP(128, 16) MK_STEP(160, 20)

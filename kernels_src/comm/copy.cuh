@@ -20,7 +20,7 @@ struct CopyPieces {
 
   template <class Item>
   MK_DEVICE Item& item(uint32_t number) {
-    static_assert(sizeof(Item) <= kCopyItemBytes && alignof(Item) <= 16, "");
+    static_assert(sizeof(Item) <= kCopyItemBytes && alignof(Item) <= 16, "kCopyItemBytes");
     return *reinterpret_cast<Item*>(items[number % kCopyQueue]);
   }
 };

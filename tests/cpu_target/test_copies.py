@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +10,9 @@ import numpy as np
 import pytest
 
 from mkernel.errors import Error
-from mkernel.jit.headers import kernels_src
 from mkernel.runtime.cpu.backend import CpuBackend
 from tests.cpu_target.harness import aligned, load, structure
+from tests.ops.planted_bug import Bug
 
 _NAMES = "entries", "from", "to", "apart", "first", "all", "complete", "may_store", "piece_bytes", "destinations", "log"
 _Parameters = structure(*_NAMES, words=16)
@@ -95,16 +93,10 @@ def test_drawn_chunks(rng: np.random.Generator) -> None:
     ids=lambda text: text[:40],
 )
 def test_a_mistake_is_found(before: str, after: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    folder = tmp_path / "kernels_src"
-    shutil.copytree(kernels_src(), folder)
-    path = folder / "comm" / "copy.cuh"
-    text = path.read_text()
-    assert text.count(before) == 1
-    path.write_text(text.replace(before, after))
     seed = str(rng.integers(1 << 32))
     command = [sys.executable, "-m", "tests.cpu_target.test_copies", seed]  # it may touch memory that is not its own
-    environment = os.environ | {"MKERNEL_KERNELS_SRC": str(folder)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    with Bug("a mistake", "comm/copy.cuh", before, after).in_force(tmp_path / "kernels_src"):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     print(done.stdout, done.stderr)
     assert done.returncode == FOUND or "touched memory that it may not" in done.stderr
 

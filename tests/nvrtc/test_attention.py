@@ -25,6 +25,11 @@ from tests.ops.attention_op import AttentionPlan, AttentionProblem
 _INSTRUCTION = re.compile(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]+(?:\.\w+)*)(?:[ ]+([^;]*))?;", re.MULTILINE)
 
 
+def ring_plan(problem: RingAttentionProblem) -> ring_attention.RingAttentionPlan:
+    """The plan for one sequence of 4096 rows, or for packed ones of so many."""
+    return ring_varlen.make_plan(problem, 4096, 132) if problem.packed else ring_attention.make_plan(problem, Sizes(1, 4096).code, 132)
+
+
 # Tiles that tests/gpu/attention_variants.py compares with the usual ones.
 _OTHER_TILES = {64: AttentionTile(64, 128, 4, 2), 128: AttentionTile(128, 128, 2, 2)}
 
@@ -94,8 +99,7 @@ def test_ring_attention(
 ) -> None:
     """No kind of it spills: its producer, which walks through keys of all ranks, has the fewest registers to spare."""
     problem = RingAttentionProblem(Topology(*world), 8, 2, head_dim, dtype, causal, layout, 0.125, packed=packed, canonical=canonical)
-    plan = ring_varlen.make_plan(problem, 4096, 132) if packed else ring_attention.make_plan(problem, Sizes(1, 4096).code, 132)
-    sass = cuda.disassemble(fits(caplog, plan.spec))
+    sass = cuda.disassemble(fits(caplog, ring_plan(problem).spec))
     assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
     assert not {name.split(".")[0] for name, _ in _INSTRUCTION.findall(sass)} & {"STL", "LDL", "STACK"}, "local memory"
 
@@ -105,7 +109,7 @@ def test_what_moves_keys_is_inlined_once() -> None:
     sizes = []
     for world in ((1, 1), (4, 2)):
         problem = RingAttentionProblem(Topology(*world), 8, 2, 128, "bfloat16", True, "zigzag", 0.125, packed=True)
-        sass = cuda.disassemble(cuda.compile(ring_varlen.make_plan(problem, 4096, 132).spec))
+        sass = cuda.disassemble(cuda.compile(ring_plan(problem).spec))
         assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
         sizes.append(len(_INSTRUCTION.findall(sass)))
     assert sizes[1] < 2.7 * sizes[0], sizes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +9,7 @@ import pytest
 
 pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mkernel[test]'")
 
-from mkernel import env
 from mkernel.jit import cuda
-from mkernel.jit.headers import kernels_src
-from mkernel.planner import ring_attention, ring_varlen
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem
 from mkernel.planner.choice import plan_allgather_gemm, plan_reduce
 from mkernel.planner.choose_moe import plan_moe_dispatch_gemm, plan_moe_gemm_combine
@@ -21,11 +17,13 @@ from mkernel.planner.moe_combine import MoeCombineProblem
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmProblem
 from mkernel.planner.moe_gemm_combine import MoeGemmCombineProblem
 from mkernel.planner.reduce import ReduceProblem
-from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
+from mkernel.planner.ring_problem import RingAttentionProblem
 from mkernel.planner.topology import Topology
 from mkernel.runtime.plan import Plan
 from tests.nvrtc.loops import Flow
+from tests.nvrtc.test_attention import ring_plan
 from tests.nvrtc.test_kernels import _own_cache  # noqa: F401 - a fixture for every test here
+from tests.ops.planted_bug import Bug
 
 _SMS = 132
 
@@ -39,8 +37,7 @@ def _reduce(world: Topology) -> Plan:
 
 
 def _ring(world: Topology, *, packed: bool = False) -> Plan:
-    problem = RingAttentionProblem(world, 8, 2, 128, "bfloat16", False, "contiguous", 0.125, packed=packed)
-    return ring_varlen.make_plan(problem, 4096, _SMS) if packed else ring_attention.make_plan(problem, Sizes(1, 4096).code, _SMS)
+    return ring_plan(RingAttentionProblem(world, 8, 2, 128, "bfloat16", False, "contiguous", 0.125, packed=packed))
 
 
 def _packed(world: Topology) -> Plan:
@@ -58,7 +55,7 @@ def _combine(world: Topology) -> Plan:
 
 
 def rounds(plan: Plan) -> list[int]:
-    """Of each copy of a kernel, the fewest instructions from the load of a piece to the store of another and to the next load."""
+    """The fewest instructions from the load of a piece to the store of another and to the next load, of each copy of a kernel."""
     sass = cuda.disassemble(cuda.compile(plan.spec))
     assert sass is not None, "no nvdisasm: pip install 'mkernel[test]'"
     flow = Flow(sass)
@@ -98,13 +95,8 @@ def test_instructions_of_a_piece(make: Callable[[Topology], Plan], world: tuple[
     ids=("heaps of the node", "item of the chunk"),
 )
 def test_what_is_worked_out_for_each_piece_is_seen(file: str, before: str, after: str, tmp_path: Path) -> None:
-    folder = tmp_path / "kernels_src"
-    shutil.copytree(kernels_src(), folder)
-    text = (folder / file).read_text()
-    assert text.count(before) == 1
-    (folder / file).write_text(text.replace(before, after))
     plan = _gather(Topology(8, 8))
     (without,) = rounds(plan)
-    with env.override(MKERNEL_KERNELS_SRC=folder):
+    with Bug("more for each piece", file, before, after).in_force(tmp_path / "kernels_src"):
         (found,) = rounds(plan)
     assert found > 1.1 * without
