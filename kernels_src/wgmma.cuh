@@ -29,7 +29,7 @@ MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>
   Atom::fma(a..., b, d[First + I]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 
-// And the text of wgmma for the heights of tiles of swapped operands, of which a kernel has twelve: with CUTLASS's atoms, a statement for each
+// And the text of wgmma for the heights of tiles of swapped operands, of which a kernel has several: with CUTLASS's atoms, a statement for each
 // instruction, NVRTC takes a third longer (docs/speed_log.md, "What NVRTC spends on tiles of any height").
 // clang-format off
 // Accumulators of 8, 16 ... columns, four for each eight: operands from d[i] on, and their names, behind five other operands.
@@ -45,12 +45,25 @@ MK_DEVICE void fma(float (&d)[Count], uint64_t b, bool accumulate, Indices<I...>
 #define MK_D10(i) MK_D8(i), MK_D2(i + 32)
 #define MK_D11(i) MK_D8(i), MK_D3(i + 32)
 #define MK_D12(i) MK_D8(i), MK_D4(i + 32)
+#define MK_D13(i) MK_D8(i), MK_D5(i + 32)
 #define MK_D14(i) MK_D8(i), MK_D6(i + 32)
+#define MK_D15(i) MK_D8(i), MK_D7(i + 32)
 #define MK_D16(i) MK_D8(i), MK_D8(i + 32)
+#define MK_D17(i) MK_D16(i), MK_D1(i + 64)
 #define MK_D18(i) MK_D16(i), MK_D2(i + 64)
+#define MK_D19(i) MK_D16(i), MK_D3(i + 64)
 #define MK_D20(i) MK_D16(i), MK_D4(i + 64)
+#define MK_D21(i) MK_D16(i), MK_D5(i + 64)
+#define MK_D22(i) MK_D16(i), MK_D6(i + 64)
+#define MK_D23(i) MK_D16(i), MK_D7(i + 64)
 #define MK_D24(i) MK_D16(i), MK_D8(i + 64)
+#define MK_D25(i) MK_D16(i), MK_D9(i + 64)
+#define MK_D26(i) MK_D16(i), MK_D10(i + 64)
+#define MK_D27(i) MK_D16(i), MK_D11(i + 64)
 #define MK_D28(i) MK_D16(i), MK_D12(i + 64)
+#define MK_D29(i) MK_D16(i), MK_D13(i + 64)
+#define MK_D30(i) MK_D16(i), MK_D14(i + 64)
+#define MK_D31(i) MK_D16(i), MK_D15(i + 64)
 #define MK_D32(i) MK_D16(i), MK_D16(i + 64)
 #define MK_NAMES1 "%5, %6, %7, %8"
 #define MK_NAMES2 MK_NAMES1 ", %9, %10, %11, %12"
@@ -137,7 +150,9 @@ template <uint32_t N> struct Step;
       if constexpr (Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1", "128"));                                     \
     }                                                                                                                      \
   };
-MK_STEP(16, 2) MK_STEP(32, 4) MK_STEP(48, 6) MK_STEP(64, 8) MK_STEP(80, 10) MK_STEP(96, 12) MK_STEP(112, 14) MK_STEP(128, 16) MK_STEP(160, 20)
-MK_STEP(192, 24) MK_STEP(224, 28) MK_STEP(256, 32)
+MK_STEP(16, 2) MK_STEP(32, 4) MK_STEP(48, 6) MK_STEP(64, 8) MK_STEP(72, 9) MK_STEP(80, 10) MK_STEP(88, 11) MK_STEP(96, 12) MK_STEP(104, 13)
+MK_STEP(112, 14) MK_STEP(120, 15) MK_STEP(128, 16) MK_STEP(136, 17) MK_STEP(144, 18) MK_STEP(152, 19) MK_STEP(160, 20) MK_STEP(168, 21)
+MK_STEP(176, 22) MK_STEP(184, 23) MK_STEP(192, 24) MK_STEP(200, 25) MK_STEP(208, 26) MK_STEP(216, 27) MK_STEP(224, 28) MK_STEP(232, 29)
+MK_STEP(240, 30) MK_STEP(248, 31) MK_STEP(256, 32)
 // clang-format on
 }  // namespace ptx::detail

@@ -186,31 +186,35 @@ MK_DEVICE void multiply_rows(float (&d)[GemmShape<Config>::kHeld], GemmStorage<C
   multiply_part<GemmShape<Config>::kBlockN, false>(d, storage, ring, stage, steps, warpgroup, accumulate);
 }
 
-// Swapped operands: as many rows of a tile, or a few more, as an instruction has, in steps of 16 up to 128 rows, then of 32; where a warpgroup has
-// several blocks in steps of 16 from 64 rows on. The height of tiles is one of them. (More take NVRTC longer than they would save.) Where a CTA of a
-// cluster has no rows, it multiplies whatever it holds.
+// Swapped operands: as many rows of a tile as an instruction has, or a few more. Heights that there are instructions for: bit i of Config::kHeights says
+// so of 8 (i + 1) rows. That of a call's tiles is one of them (planner/heights.py), and few are compiled, since each is code of its own.
 template <class Config>
 struct Heights {
-  static constexpr bool kSeveral = GemmShape<Config>::kUnits > 1;
-  MK_DEVICE static constexpr uint32_t at(uint32_t i) { return kSeveral ? kPanel + i * 16 : i < 8 ? (i + 1) * 16 : 128 + (i - 7) * 32; }
-  MK_DEVICE static constexpr uint32_t index(uint32_t rows) {
-    if (kSeveral) return rows <= kPanel ? 0 : (rows - kPanel + 15) / 16;
-    return rows == 0 ? 0 : rows <= 128 ? (rows + 15) / 16 - 1 : (rows - 128 + 31) / 32 + 7;
+  MK_DEVICE static constexpr uint32_t at(uint32_t i) {  // the i-th of them
+    uint32_t height = 0, below = i + 1;
+    while (below != 0) below -= Config::kHeights >> height & 1, ++height;
+    return height * 8;
   }
-  static constexpr uint32_t kLast = index(GemmShape<Config>::kBlockN);
+  MK_DEVICE static constexpr uint32_t count() {
+    uint32_t count = 0;
+    for (uint32_t bits = Config::kHeights; bits != 0; bits &= bits - 1) ++count;
+    return count;
+  }
+  static_assert(at(count() - 1) <= GemmShape<Config>::kBlockN, "accumulators");
 };
+// Where a CTA of a cluster has no rows, it multiplies the fewest that there may be, whatever it holds.
 template <uint32_t Low, uint32_t High, class Config>
 MK_DEVICE void multiply_high(float (&d)[GemmShape<Config>::kHeld], GemmStorage<Config>& storage, const StageRing<Config>& ring,
-                             StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, uint32_t index) {
+                             StagePosition<Config>& stage, uint32_t steps, uint32_t warpgroup, uint32_t rows) {
   if constexpr (Low == High) {
     constexpr uint32_t kRows = Heights<Config>::at(Low) / (GemmShape<Config>::kSplitsRows ? kConsumerWarpgroups : 1);
     multiply_part<kRows, false>(d, storage, ring, stage, steps, warpgroup, false);
   } else {
     constexpr uint32_t kMiddle = (Low + High) / 2;
-    if (index <= kMiddle) {
-      multiply_high<Low, kMiddle>(d, storage, ring, stage, steps, warpgroup, index);
+    if (rows <= Heights<Config>::at(kMiddle)) {
+      multiply_high<Low, kMiddle>(d, storage, ring, stage, steps, warpgroup, rows);
     } else {
-      multiply_high<kMiddle + 1, High>(d, storage, ring, stage, steps, warpgroup, index);
+      multiply_high<kMiddle + 1, High>(d, storage, ring, stage, steps, warpgroup, rows);
     }
   }
 }
@@ -311,7 +315,7 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
     } else if constexpr (Shape::kSwapped) {
       const uint32_t rows = Shape::kSplitsRows ? op.block_rows() : op.load_rows(c);  // whose halves begin where those of other tiles do
       const uint32_t of_tile = Shape::kAlternates ? 0 : warpgroup;
-      multiply_high<0, Heights<Config>::kLast>(d, storage, ring, stage, steps, of_tile, Heights<Config>::index(rows));
+      multiply_high<0, Heights<Config>::count() - 1>(d, storage, ring, stage, steps, of_tile, rows);
     } else if constexpr (Op::kTakes) {
       multiply_taken<Config>(call, d, op, storage, ring, stage, c, steps, warpgroup);
     } else if (!Op::kShortTiles && !Op::kShares && op.load_rows(c) <= warpgroup * kBlockRows) {  // with shares of K it spills

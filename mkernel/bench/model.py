@@ -22,6 +22,7 @@ from mkernel.bench.scale import SCALED, scale_table, switch_table
 from mkernel.errors import ArgumentError
 from mkernel.planner.choice import ranked
 from mkernel.planner.machine import FABRIC, PYTHON_PUT, RDMA, Machine
+from mkernel.planner.predict import predict
 from mkernel.planner.prediction import BATCH, RESOURCES, Prediction
 from mkernel.planner.reduce import ALLREDUCE
 from mkernel.planner.specialize import parse
@@ -184,13 +185,12 @@ def comparison(cases: Sequence[Case], machine: Machine, specialize: str | None =
         if plan.op not in ("allgather_gemm", "gemm_reduce_scatter", "gemm_allreduce"):
             raise ArgumentError("--compare", plan.op, "the model chooses for the fused GEMMs only")
         found = ranked(plan.problem, plan.rows, machine.sms, machine, specialize)
-        rules = next(one for one in found if one.plan.digest == plan.of_rows(one.plan.rows).digest)
-        best = found[0]
-        if best.seconds < rules.seconds:
-            how = [f"{one.plan.tile.block_n} wide, {_sms(one.plan)}" for one in (rules, best)]
-            rows.append(
-                (best.seconds / rules.seconds, [case.label, f"{rules.seconds * 1e3:.4f}", how[0], f"{best.seconds * 1e3:.4f}", how[1]])
-            )
+        best, chosen = found[0], predict(plan.of_rows(found[0].plan.rows), machine)
+        assert chosen is not None, "there is a model of every op with candidates"
+        seconds = chosen.seconds
+        if best.seconds < seconds:
+            how = [f"{one.tile.block_n} wide, {_sms(one)}" for one in (plan, best.plan)]
+            rows.append((best.seconds / seconds, [case.label, f"{seconds * 1e3:.4f}", how[0], f"{best.seconds * 1e3:.4f}", how[1]]))
     rows.sort(key=lambda row: row[0])
     lines = [[*cells, f"{ratio:.2f}"] for ratio, cells in rows[:_DIFFER]]
     table = format_table(["shape", "rules ms", "rules", "model ms", "model", "model / rules"], lines)

@@ -167,7 +167,9 @@ class AllGatherGemm(GemmOp[AllGatherGemmProblem]):
     result_rule = "(M, N)"
     bench = "mkernel.bench.cases.allgather_gemm"
     beside = frozenset({"gathered"})
-    tilings = frozenset({"block_n", "span", "shares", "cluster", "packets", "cluster_n", "tile_rows", "cluster_k", "tiles_at_once"})
+    tilings = frozenset(
+        {"block_n", "span", "shares", "cluster", "packets", "cluster_n", "tile_rows", "cluster_k", "tiles_at_once", "block_m"}
+    )
     modelled = True
     parameters = Parameters
     keeps = 0  # 1: shards of tagged packets are wanted in the gather buffer, too

@@ -72,7 +72,7 @@ _BEFORE, _BETWEEN = surroundings(Parameters, _AT, _VALUES, "a_map", "a_tail_map"
 class ReduceOp(GemmOp[ReduceProblem]):
     """A product whose K is spread over the ranks."""
 
-    tilings = frozenset({"block_n", "shares", "cluster", "packets", "cluster_n", "tile_rows"})
+    tilings = frozenset({"block_n", "shares", "cluster", "packets", "cluster_n", "tile_rows", "block_m"})
     modelled = True
     parameters = Parameters
 

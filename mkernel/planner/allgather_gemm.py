@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from mkernel import abi
 from mkernel.planner import pairs
 from mkernel.planner.gather_plan import OP, PARAMETER_BYTES, SHARE, SPECIALIZED, SUM, AllGatherGemmPlan, AllGatherGemmProblem, Tile
-from mkernel.planner.gemm import BLOCK_M, GROUP_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, GemmTile, choose_put, highest
+from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmTile, choose_put
+from mkernel.planner.heights import NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, Heights, asked_heights
 from mkernel.planner.pairs import Paired
 from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
@@ -83,9 +84,9 @@ def make_plan(
     if asked.cluster_k is not None and asked.cluster_k > 1:
         asked = _sharing_in_clusters(problem, asked)
         tile = GemmTile.summing(asked.block_n or CLUSTER_K_WIDTHS[0], asked.cluster_k)
-    elif asked.tile_rows is None and (asked.tiles_at_once or 1) > 1:
-        raise TilingError(f"{asked}: warpgroups have tiles of swapped operands in turn, which tile_rows asks for")
-    elif asked.tile_rows is not None:
+    elif not asked.swaps and (asked.tiles_at_once or 1) > 1:
+        raise TilingError(f"{asked}: warpgroups have tiles of swapped operands in turn, which tile_rows or block_m asks for")
+    elif asked.swaps:
         asked = _swapped(problem, of_class, asked)
         tile = GemmTile.deepest(SWAPPED_ROWS)
     elif asked.block_n is not None:
@@ -174,6 +175,7 @@ def _plan_of_class(
             *(problem, rows, chosen, tile, chunk_rows, group_m, 1, 1, slices, span, shares, cluster, cluster_n),
             swapped=swapped,
             swapped_columns=_columns_of_swapped(asked),
+            heights=_heights(asked),
             tiles_at_once=asked.tiles_at_once or 1,
             cluster_k=asked.cluster_k or 1,
             specialize=specialize,
@@ -273,6 +275,7 @@ def _plan_with_packets(
         tagged=asked.packets == 2,
         swapped=asked.tile_rows or 0,
         swapped_columns=_columns_of_swapped(asked),
+        heights=_heights(asked),
         specialize=specialize,
     )
 
@@ -292,7 +295,7 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
     if columns == NARROW_COLUMNS and problem.topology.size > 1 and not asked.packets:
         raise TilingError(f"{asked}: between ranks with tiles of {NARROW_COLUMNS} columns of swapped operands shards travel in packets")
     span = problem.topology.size if asked.packets else asked.span or 1
-    tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / highest(columns, at_once)))
+    tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / _heights(asked)[-1]))
     return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
 
 
@@ -304,7 +307,7 @@ def left_over(cluster_k: int | None) -> int:
 def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling:
     """What is asked for of clusters that share K. Raises TilingError where there can be none as asked for."""
     alone = all(getattr(asked, name) in (None, 1) for name in ("span", "cluster", "cluster_n", "tiles_at_once")) and not asked.packets
-    alone = alone and asked.tile_rows is None and asked.shares in (None, asked.cluster_k) and asked.block_n in (None, *CLUSTER_K_WIDTHS)
+    alone = alone and not asked.swaps and asked.shares in (None, asked.cluster_k) and asked.block_n in (None, *CLUSTER_K_WIDTHS)
     if problem.topology.size > 1 or problem.canonical or not alone:
         rule = "CTAs of a cluster share K of tiles of 64 or 128 columns in a world of one, without batch_invariant, and with nothing else"
         raise TilingError(f"{asked}: {rule}")
@@ -313,7 +316,12 @@ def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling
 
 def _columns_of_swapped(asked: Tiling) -> int:
     """Columns of tiles, if their operands are swapped."""
-    return (asked.block_n if asked.tile_rows is not None else None) or SWAPPED_COLUMNS
+    return (asked.block_n if asked.swaps else None) or SWAPPED_COLUMNS
+
+
+def _heights(asked: Tiling) -> Heights:
+    """Of tiles, if their operands are swapped."""
+    return asked_heights(asked, _columns_of_swapped(asked)) if asked.swaps else ()
 
 
 def _tiles_of_plane(problem: AllGatherGemmProblem, plane_rows: int, tile: GemmTile, asked: Tiling) -> tuple[int, int]:

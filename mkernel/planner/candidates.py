@@ -11,16 +11,29 @@ from typing import Any
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.derived import replaced
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, WIDE_COLUMNS, GemmTile, height_of, highest
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.heights import (
+    NARROW_COLUMNS,
+    SWAPPED_COLUMNS,
+    SWAPPED_ROWS,
+    SWAPPED_UNIT,
+    WIDE_COLUMNS,
+    Heights,
+    every_height,
+    height_of,
+    may_take_turns,
+    usual_heights,
+)
 from mkernel.planner.pairs import ctas_of_clusters
 from mkernel.planner.pushing import pushing_ctas
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.spans import FEWEST_STEPS, most_shares
+from mkernel.planner.specialize import Specialized, parse
 from mkernel.planner.split import Split, SplitError
 from mkernel.planner.tiling import CLUSTER_K, Tiling, TilingError
 from mkernel.planner.topology import Topology
 
-__all__ = ["PAIRED_WIDTHS", "WIDTHS", "candidates"]
+__all__ = ["PAIRED_WIDTHS", "WIDTHS", "candidates", "compiled_in"]
 
 WIDTHS = (256, 192, 128, 64)
 PAIRED_WIDTHS = (256, 192, 128)  # of several ranks: narrower tiles load nearly as much of A as alone
@@ -33,6 +46,12 @@ _MORE_TILE_ROWS = 8  # of swapped operands: how many more rows of tiles than nee
 _ADDED_AT_ONCE = 4  # shares of K whose packets a thread looks at together (kernels_src/tile/shares.cuh)
 _LOW_ROWS = 48  # up to so many rows swapped operands gain nothing in a world of one (docs/speed_log.md)
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
+
+
+def compiled_in(problem: AllGatherGemmProblem | ReduceProblem, specialize: str | None) -> Specialized:
+    """Fields that are, of the problem's kernels."""
+    default = allgather_gemm.SPECIALIZED if isinstance(problem, AllGatherGemmProblem) else reduce.SPECIALIZED[problem.op]
+    return parse(specialize, default)
 
 
 def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> Any:
@@ -227,27 +246,39 @@ def _swapped_gathers(
     problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, packets: int | None = None
 ) -> Iterator[AllGatherGemmPlan]:
     """All ranks' rows are one plane; ``packets``: as tilings have it."""
-    for tiling in _swapped(problem, rows * problem.topology.size, sm_count, SWAPPED_ROWS, packets):
+    for tiling, heights in _swapped(problem, rows * problem.topology.size, sm_count, specialize, packets):
         with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
-            yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+            plan = allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+            plan = replaced(plan, heights=heights)
+            if may_take_turns(plan):
+                yield plan
+
+
+def _heights(problem: AllGatherGemmProblem | ReduceProblem, specialize: str | None, columns: int, at_once: int) -> Heights:
+    """That tiles of swapped operands may have: any, where kernels are for one N and K and have those that are chosen; else the usual."""
+    gathers = isinstance(problem, AllGatherGemmProblem)
+    most = SWAPPED_ROWS if gathers else reduce.SWAPPED_TILE.block_n
+    if compiled_in(problem, specialize) & {"n", "k"}:
+        return every_height(columns, at_once, most, SWAPPED_UNIT if gathers else reduce.GROUP_ROWS)
+    return usual_heights(columns, at_once, most)
 
 
 def _swapped(
-    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, most_rows: int, packets: int | None = None
-) -> Iterator[Tiling]:
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None, packets: int | None = None
+) -> Iterator[tuple[Tiling, Heights]]:
     """Operands swapped, where all rows are one plane: of each kind of cluster all numbers of rows of tiles that may be of use.
 
-    ``rows``: of the plane; ``most_rows``: of a tile; ``packets``: as tilings have it.
+    And the heights that these may have. ``rows``: of the plane; ``packets``: as tilings have it.
     """
     if problem.canonical or rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
         return
     in_a_row = _fours(problem, BLOCK_M) if problem.topology.size == 1 else []
     for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_a_row]:
         for columns, at_once in _kinds_of_swapped(problem, cluster * cluster_n):
-            at_most = min(most_rows, highest(columns, at_once))
-            for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), at_most, columns, at_once):
+            heights = _heights(problem, specialize, columns, at_once)
+            for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), heights, columns, at_once):
                 block_n = None if columns == SWAPPED_COLUMNS else columns
-                yield Tiling(block_n, None, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once)
+                yield Tiling(block_n, None, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once), heights
 
 
 def _kinds_of_swapped(problem: AllGatherGemmProblem | ReduceProblem, together: int) -> list[tuple[int, int]]:
@@ -263,25 +294,23 @@ def _rows_of_tiles(
     rows: int,
     sm_count: int,
     clusters_of: tuple[int, int],
-    most_rows: int,
+    heights: Heights,
     columns_of_tile: int,
     at_once: int,
 ) -> list[tuple[int, int]]:
     """Rows of tiles of swapped operands, each height once, and shares of their K.
 
-    ``clusters_of``: CTAs in M and in N; ``most_rows``: of a tile; ``at_once``: tiles that the warpgroups have.
+    ``clusters_of``: CTAs in M and in N; ``heights``: that tiles may have; ``at_once``: tiles that the warpgroups have.
     """
     cluster, cluster_n = clusters_of
-    least, columns = max(cluster, math.ceil(rows / most_rows)), math.ceil(problem.n / (columns_of_tile * cluster_n))
+    least, columns = max(cluster, math.ceil(rows / heights[-1])), math.ceil(problem.n / (columns_of_tile * cluster_n))
     may_share = cluster * cluster_n * at_once == 1 and columns_of_tile == SWAPPED_COLUMNS
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
     possible: dict[tuple[int, int], int] = {}  # by height and shares
     for tile_rows in range(least, least + _MORE_TILE_ROWS):
-        height = height_of(rows, tile_rows, columns_of_tile, at_once)
+        height = height_of(rows, tile_rows, heights)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
-        if at_once > 1 and taken <= clusters:  # nobody has another tile
-            continue
         fit = max(1, min(clusters // taken, most)) if may_share and taken else 1
         for shares in {1, fit} if taken else ():
             possible.setdefault((height, shares), tile_rows)
@@ -364,8 +393,8 @@ def _of_swapped(problem: ReduceProblem, rows: int, sm_count: int, specialize: st
     all_rows = rows * (problem.topology.size if problem.op == REDUCE_SCATTER else 1)
     if not _LOW_ROWS < all_rows <= _FEW_ROWS:
         return
-    for tiling in _swapped(problem, all_rows, sm_count, reduce.SWAPPED_TILE.block_n, 1):
+    for tiling, heights in _swapped(problem, all_rows, sm_count, specialize, 1):
         with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
             plan = reduce.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
             if plan.swapped:
-                yield plan
+                yield replaced(plan, heights=heights)

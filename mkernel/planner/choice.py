@@ -9,20 +9,20 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mkernel import env
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
-from mkernel.planner.candidates import candidates
+from mkernel.planner.candidates import candidates, compiled_in
+from mkernel.planner.heights import Heights, heights_of, may_take_turns, most_wanted, with_heights
 from mkernel.planner.kinds import serves_all
 from mkernel.planner.machine import Machine, machine_named
 from mkernel.planner.predict import predict
 from mkernel.planner.prediction import ALONE, Conditions
 from mkernel.planner.reduce import ReducePlan, ReduceProblem
 from mkernel.planner.row_classes import EXAMINED_ROWS, MOST_KERNELS, Kernel, class_of, classes
-from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split
 from mkernel.planner.tiling import Tiling
 
@@ -30,7 +30,14 @@ __all__ = ["Ranked", "candidates", "choose", "model_decides", "plan_allgather_ge
 
 CONFIRMED_SMS = 132
 _PER_DOUBLING = 4  # classes that are examined, beyond 128 rows: what is best changes slowly there
-_CLASSES = tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << (rows - 1).bit_length()) // (2 * _PER_DOUBLING)) == 0)
+_HEIGHTS_PER_DOUBLING = 8  # the same of heights of tiles
+
+
+def _some_classes(per_doubling: int) -> tuple[int, ...]:
+    return tuple(rows for rows in classes(EXAMINED_ROWS) if rows % max(1, (1 << (rows - 1).bit_length()) // (2 * per_doubling)) == 0)
+
+
+_CLASSES = _some_classes(_PER_DOUBLING)
 # How much each counts: all numbers of digits that M may have count alike, so that thousands of rows do not outvote tens.
 _WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools.pairwise((0, *_CLASSES)))
 # Of the kernels of one N and K: how much less calls must take by another one, in the mean over all digits of M, to be worth that one.
@@ -89,20 +96,25 @@ def _fastest(
     kept: frozenset[Any] | None = None,
 ) -> Any:
     """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels."""
+    promised = _promised(problem, of_class, sm_count, machine, specialize)
+    return _best(promised, _may_be_chosen if kept is None else lambda plan: plan.spec in kept)
 
-    def is_allowed(plan: Any) -> bool:
-        return plan.spec in kept if kept is not None else _may_be_chosen(plan)
 
-    rules, *others = _promised(problem, of_class, sm_count, machine, specialize)
+def _best(promised: Sequence[Promised], is_allowed: Callable[[Any], bool]) -> Any:
+    rules, *others = promised
     most = rules.seconds if is_allowed(rules.plan) else math.inf
     worth = [one for one in others if one.seconds < one.worth * most and is_allowed(one.plan)]
     return min(worth, key=lambda one: one.seconds, default=rules).plan  # of equals the first
 
 
-@functools.lru_cache(maxsize=1)  # ``choose`` asks twice in a row
-def _promised(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> list[Promised]:
-    """All candidates, the rules' plan first."""
+@functools.lru_cache(maxsize=1)  # ``choose`` asks several times in a row
+def _promised(
+    problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None, kept: frozenset[Any] | None = None
+) -> list[Promised]:
+    """All candidates, the rules' plan first; ``kept``: else of these kernels only."""
     rules, *others = candidates(problem, of_class, sm_count, specialize)
+    if kept is not None:
+        others = [plan for plan in others if plan.spec in kept]
     found = [Promised(rules, _predicted(rules, machine).seconds, 1.0)]
     return found + [Promised(plan, _weighed(rules, plan, machine), min(_WORTH, _worth(rules, plan))) for plan in others]
 
@@ -202,10 +214,52 @@ def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None)
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
-    """The plan for a class of rows: ``_fastest``, of the kernels that the problem may have."""
+    """The plan for a class of rows: ``_fastest``, of the kernels that the problem may have, with the heights that these have."""
     plan = _fastest(problem, of_class, sm_count, machine, specialize)
     kept = _kept(problem, sm_count, machine, specialize)
-    return plan if plan.spec in kept else _fastest(problem, of_class, sm_count, machine, specialize, kept)
+    if plan.spec not in kept:
+        plan = _fastest(problem, of_class, sm_count, machine, specialize, kept)
+    if not _has_own_heights(plan):
+        return plan  # fewer heights make the others no faster
+    heights = _heights(problem, sm_count, machine, specialize)
+    rules, *others = _promised(problem, of_class, sm_count, machine, specialize)
+    found = [_of_heights(rules.plan, one, heights.get(one.plan.spec), machine) for one in others if one.plan.spec in kept]
+    return _best([rules, *found], lambda plan: plan is not rules.plan or plan.spec in kept)
+
+
+def _has_own_heights(plan: Any) -> bool:
+    """Whether operands are swapped, and the kernel is for one N and K, so that it has the heights that its own classes want."""
+    return bool(plan.swapped and plan.specialize & {"n", "k"})
+
+
+def _of_heights(rules: Any, promised: Promised, kernels: list[Heights] | None, machine: Machine) -> Promised:
+    """The same of a kernel that has few heights, if it has any."""
+    if kernels is None:
+        return promised
+    plan = with_heights(promised.plan, kernels)
+    if not may_take_turns(plan):  # higher tiles may be too few
+        return promised._replace(plan=plan, seconds=math.inf)
+    same = plan.block_rows == promised.plan.block_rows
+    return promised._replace(plan=plan, seconds=promised.seconds if same else _weighed(rules, plan, machine))
+
+
+@functools.lru_cache(maxsize=64)
+def _heights(problem: Any, sm_count: int, machine: Machine, specialize: str | None) -> dict[Any, list[Heights]]:
+    """By kernel with swapped operands that one N and K has: the heights of tiles that it is compiled for, or several are."""
+    wanted: dict[Any, dict[int, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
+    kept = _kept(problem, sm_count, machine, specialize)
+    for before, rows in itertools.pairwise((0, *_some_classes(_HEIGHTS_PER_DOUBLING))):
+        plan = _best(_promised(problem, rows, sm_count, machine, specialize, kept), lambda plan: plan.spec in kept)
+        if _has_own_heights(plan):
+            wanted[plan.spec][plan.block_rows] += math.log((rows + 1) / (before + 1))
+    gathers = isinstance(problem, AllGatherGemmProblem) and problem.topology.size > 1  # (reductions take NVRTC a second without any)
+    sizes: dict[Any, int] = {}
+    for kernel in kept:
+        constants = dict(kernel.constants)
+        if "kHeights" in constants:
+            sizes[kernel] = 2 if gathers or constants.keys() & {"kColumns", "kAlternates"} else 1
+            wanted.setdefault(kernel, {heights_of(constants["kHeights"])[-1]: 0.0})  # if no class wants it that was looked at
+    return most_wanted(wanted, sizes)
 
 
 def model_decides(problem: Any, sm_count: int) -> bool:
@@ -218,8 +272,7 @@ def _chosen(problem: Any, rows: int, sm_count: int, split: Split | None, special
     """The model's plan; None where the rules decide: where a split is given, or compiled into kernels, or the model was not confirmed."""
     if split is not None or not model_decides(problem, sm_count):
         return None
-    default = allgather_gemm.SPECIALIZED if isinstance(problem, AllGatherGemmProblem) else reduce.SPECIALIZED[problem.op]
-    fields = parse(specialize, default)
+    fields = compiled_in(problem, specialize)
     if "split" in fields:
         return None
     machine = machine or machine_named(env.MACHINE.get(), sm_count)

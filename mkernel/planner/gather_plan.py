@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from mkernel import abi
 from mkernel.jit.spec import KernelSpec
-from mkernel.planner import gemm
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, SWAPPED_COLUMNS, SWAPPED_UNIT, GemmPlan, height_of, raster, shift_of, tail_of
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, raster, shift_of, tail_of
+from mkernel.planner.heights import SWAPPED_COLUMNS, SWAPPED_UNIT, Heights, bits_of, halves_rows, height_of, several_blocks
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pairs import clusters_name, tiles_of_cluster
 from mkernel.planner.pushing import most_parts, warps_push
@@ -87,6 +87,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     # Rows of tiles of a plane whose operands are swapped: they are as high as that needs. 0: tiles have BLOCK_M rows.
     swapped: int = 0
     swapped_columns: int = SWAPPED_COLUMNS  # of those tiles
+    heights: Heights = ()  # that they have in the kernel
     tiles_at_once: int = 1  # 2: the warpgroups have those tiles in turn
     cluster_k: int = 1  # CTAs of a cluster that share K: all shares, or 1 (kernels_src/tile/cluster_sums.cuh)
     specialize: frozenset[str] = SPECIALIZED  # fields that are compiled in
@@ -102,15 +103,15 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
     def spec(self) -> KernelSpec:
         plain = self.shares == self.ctas_together == 1 and not self.packets and not self.swapped
         slices, parts = (most_slices(self.tile), int(self._may_have_parts)) if plain else (1, 0)
-        # With swapped operands one kernel is for all heights of tiles, and, of CTAs alone, for all shares of K.
+        # With swapped operands one kernel is for several heights of tiles, and, of CTAs alone, for all shares of K.
         alone = self.ctas_together == 1 and self.problem.topology.num_nodes == 1
-        several = gemm.several_blocks(self.swapped_columns, self.tiles_at_once)
+        several = several_blocks(self.swapped_columns, self.tiles_at_once)
         may_share = self.shares > 1 or (alone and not several if self.swapped else self.packets)
         packets = {"kShares": int(may_share), "kPackets": self.packets + self.tagged}
         more = {"kSlices": slices, "kHasParts": parts, "kLow": int(self.may_be_low), **packets}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
         more |= {"kClusterK": self.cluster_k} if self.cluster_k > 1 else {}
-        more |= {"kSwapped": 1} if self.swapped else {}
+        more |= {"kSwapped": 1, "kHeights": bits_of(self.heights)} if self.swapped else {}
         more |= {"kNarrow": 1} if self.swapped and not several and (self.packets or self.problem.topology.size == 1) else {}
         more |= {"kColumns": self.swapped_columns} if self.wide else {}
         more |= {"kAlternates": 1} if self.tiles_at_once > 1 else {}
@@ -170,7 +171,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         tile of swapped operands are stored: those of each consumer warpgroup, where each has half of them.
         """
         sliced = self.b_columns if self.slices > 1 and not self.problem.b_row_major else 0
-        blocks = 2 if self.swapped and gemm.halves_rows(self.swapped_columns) else 1
+        blocks = 2 if self.swapped and halves_rows(self.swapped_columns) else 1
         return self.parts, self.planes, self.columns, sliced, self.cluster, int(self.shares > 1), blocks
 
     @derived
@@ -184,7 +185,7 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         )
         plane_rows = span * rows
         if swapped:
-            block_rows = height_of(plane_rows, swapped, self.columns, self.tiles_at_once)
+            block_rows = height_of(plane_rows, swapped, self.heights)
             stages, tail = self.tile.stages_of(block_rows, self.columns), tail_of(plane_rows, block_rows, SWAPPED_UNIT)
         else:
             block_rows, stages, tail = BLOCK_M, 0, tail_of(plane_rows)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, fields_of
+from mkernel.planner.heights import SWAPPED_COLUMNS
 from mkernel.planner.specialize import constants_of
 from mkernel.planner.split import Split
 from mkernel.planner.topology import Topology
@@ -18,9 +19,6 @@ __all__ = [
     "BLOCK_K",
     "BLOCK_M",
     "GROUP_M",
-    "NARROW_COLUMNS",
-    "SWAPPED_COLUMNS",
-    "SWAPPED_ROWS",
     "THREADS",
     "GemmPlan",
     "GemmProblem",
@@ -31,7 +29,6 @@ __all__ = [
     "choose_put",
     "choose_tile",
     "digest_of",
-    "height_of",
     "raster",
     "raster_number",
     "row_of_b",
@@ -55,13 +52,6 @@ _PUT_BYTES = (128 * 1024, 4 * 1024 * 1024)
 _PUTS = 16  # per shard
 
 WARP_ROWS = 16  # of a tile: a warp's are loaded all, or none
-# Of tiles of swapped operands (kernels_src/tile/shape.cuh): columns, those of narrow ones, and rows at most. Rows at least where a
-# warpgroup has several blocks of 64 columns, and at most, by columns of wide ones and of those that warpgroups have in turn: so many
-# accumulators threads have registers for.
-SWAPPED_COLUMNS, NARROW_COLUMNS, SWAPPED_ROWS = 128, 64, 256
-_SEVERAL_ROWS, WIDE_COLUMNS, _ROWS_IN_TURN = 64, {192: 192, 256: 160}, 160
-SWAPPED_UNIT = 8  # rows of A, of which they load a multiple
-_SWAPPED_STEPS = 16, 32  # of what their height is a multiple: up to 128 rows, and beyond; with several blocks of the former
 
 _SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
 # Throughput of one SM against the 128 x 256 tile, measured on H200.
@@ -346,29 +336,6 @@ def tail_of(rows: int, height: int = BLOCK_M, unit: int = WARP_ROWS) -> tuple[in
     last = (rows - 1) // height if rows else 0
     tail = -(-(rows - last * height) // unit) * unit or unit
     return height if last else tail, last, tail
-
-
-def several_blocks(columns: int, at_once: int = 1) -> bool:
-    """Whether a warpgroup has several blocks of 64 columns of tiles of swapped operands; ``at_once``: tiles that the warpgroups have."""
-    return at_once > 1 or columns in WIDE_COLUMNS
-
-
-def halves_rows(columns: int) -> bool:
-    """Whether each warpgroup has half of the rows of such tiles, and all columns."""
-    return columns > SWAPPED_COLUMNS and columns % SWAPPED_COLUMNS != 0
-
-
-def highest(columns: int, at_once: int = 1) -> int:
-    """Rows of tiles of swapped operands with so many columns, at most."""
-    return _ROWS_IN_TURN if at_once > 1 else WIDE_COLUMNS.get(columns, SWAPPED_ROWS)
-
-
-def height_of(rows: int, tile_rows: int, columns: int = SWAPPED_COLUMNS, at_once: int = 1) -> int:
-    """The height of tiles of swapped operands of which so many rows hold ``rows`` rows, the least that kernels have."""
-    several = several_blocks(columns, at_once)
-    least = max(_SEVERAL_ROWS if several else 1, -(-rows // tile_rows))
-    step = _SWAPPED_STEPS[least > BLOCK_M and not several]
-    return -(-least // step) * step
 
 
 def choose_put(shard_bytes: int) -> int:

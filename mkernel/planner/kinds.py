@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mkernel.planner.allgather_gemm import OP as GATHER
 from mkernel.planner.candidates import WIDTHS
-from mkernel.planner.gemm import highest, several_blocks
+from mkernel.planner.heights import highest, several_blocks
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER
 from mkernel.planner.topology import Topology
 

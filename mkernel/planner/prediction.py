@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mkernel.planner.gemm import BLOCK_K, NARROW_COLUMNS, Row, halves_rows
+from mkernel.planner.gemm import BLOCK_K, Row
+from mkernel.planner.heights import NARROW_COLUMNS, halves_rows
 from mkernel.planner.machine import Machine
 
 __all__ = [

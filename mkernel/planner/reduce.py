@@ -16,7 +16,6 @@ from mkernel.planner.gemm import (
     BLOCK_K,
     BLOCK_M,
     GROUP_M,
-    SWAPPED_COLUMNS,
     GemmTile,
     choose_ctas,
     choose_load_rows,
@@ -24,6 +23,7 @@ from mkernel.planner.gemm import (
     choose_tile,
     seconds_to_multiply,
 )
+from mkernel.planner.heights import SWAPPED_COLUMNS, asked_heights
 from mkernel.planner.reduce_plan import PARAMETER_BYTES, SPECIALIZED, ReducePlan, Tile
 from mkernel.planner.reduce_problem import (
     ALGORITHMS,
@@ -44,6 +44,7 @@ from mkernel.planner.topology import Topology
 __all__ = [
     "ALGORITHMS",
     "ALLREDUCE",
+    "GROUP_ROWS",
     "PARAMETER_BYTES",
     "PARTIALS",
     "REDUCE_SCATTER",
@@ -72,6 +73,7 @@ _PACKET_RANKS = 8  # more would need more registers,
 _FEW_BLOCK_N = 128  # and so would wider tiles
 # Of swapped operands: rows at most, since higher tiles leave no registers. The threads that multiply store the result: one buffer.
 SWAPPED_TILE = GemmTile(192, 5, 1)
+GROUP_ROWS = 16  # that are sent together: a multiple of them are a tile's (kernels_src/reduce/groups.cuh)
 # Bytes of the result of all ranks up to which packets are faster (docs/speed_log.md): owners' tiles overlap with what is sent.
 _PACKET_BYTES = {REDUCE_SCATTER: 4 << 20, ALLREDUCE: 8 << 20}
 
@@ -105,7 +107,7 @@ def make_plan(
     _check_tiling(problem, asked, split)
     if problem.canonical:
         asked = dataclasses.replace(asked, shares=1)
-    if asked.tile_rows is not None:
+    if asked.swaps:
         asked = dataclasses.replace(asked, block_n=None, packets=1)
     elif asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n, sent=True)
@@ -121,7 +123,7 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
     """Raises TilingError where no number of rows could have such tiles."""
     size, steps = problem.topology.size, math.ceil(problem.k / BLOCK_K)
     packets = may_be_packed(problem) and _leaves_packets(asked, split)
-    if asked.tile_rows is not None and (problem.canonical or asked.block_n not in (None, SWAPPED_COLUMNS) or not packets):
+    if asked.swaps and (problem.canonical or asked.block_n not in (None, SWAPPED_COLUMNS) or not packets):
         raise TilingError(f"{asked}: swapped operands have tiles of {SWAPPED_COLUMNS} columns, in packets, and no batch_invariant")
     if asked.packets not in (None, 0) and (asked.packets == 2 or not packets):
         raise TilingError(f"{asked}: values travel in packets inside a node of 2 to {_PACKET_RANKS} ranks, unrounded sums not")
@@ -261,16 +263,14 @@ def _packed(plan: ReducePlan, sm_count: int, tile: GemmTile | None, asked: Tilin
     problem, scatters = plan.problem, plan.op == REDUCE_SCATTER
     rows = plan.rows * (problem.topology.size if scatters else 1)  # of a reduce-scatter a tile has those of several owners
     whole = tile or (choose_tile(math.ceil(rows / BLOCK_M), problem.n, sm_count, _TAIL, sent=True) if scatters else plan.tile)
-    swapped = 0
-    if asked.tile_rows is None:
-        whole = GemmTile.deepest(min(whole.block_n, _FEW_BLOCK_N), sent=True)
-    else:
-        whole, swapped = SWAPPED_TILE, max(asked.tile_rows, math.ceil(rows / SWAPPED_TILE.block_n))
+    whole = SWAPPED_TILE if asked.swaps else GemmTile.deepest(min(whole.block_n, _FEW_BLOCK_N), sent=True)
     cluster, cluster_n = asked.cluster or 1, asked.cluster_n or 1
     shares = 1 if cluster * cluster_n > 1 else asked.shares
     packed = replaced(plan, tile=whole, load_rows=choose_load_rows(rows), packets=True, cluster=cluster, cluster_n=cluster_n)
-    if swapped:
-        yield replaced(packed, swapped=swapped, shares=asked.shares or 1)
+    if asked.swaps:
+        heights = asked_heights(asked, most=whole.block_n, unit=GROUP_ROWS)
+        swapped = max(asked.tile_rows or 1, math.ceil(rows / heights[-1]))
+        yield replaced(packed, swapped=swapped, heights=heights, shares=asked.shares or 1)
         return
     product = Product(Topology(1, 1), rows, problem.n, problem.k, sm_count)
     if shares != 1 and rows and problem.n:

@@ -12,15 +12,14 @@ from mkernel.planner.derived import derived
 from mkernel.planner.gemm import (
     BLOCK_M,
     GROUP_M,
-    SWAPPED_UNIT,
     WARP_ROWS,
     GemmPlan,
-    height_of,
     raster,
     raster_number,
     shift_of,
     tail_of,
 )
+from mkernel.planner.heights import SWAPPED_UNIT, Heights, bits_of, height_of
 from mkernel.planner.pairs import clusters_name, lone_row, tiles_of_cluster, upper_tile
 from mkernel.planner.reduce_problem import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.reduce_sizes import Sizes, sizes_of
@@ -73,6 +72,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     cluster: int = 1  # CTAs that take tiles, and load B, together: neighbours in M (kernels_src/tile/pair.cuh); divides group_m
     cluster_n: int = 1  # the same of neighbours in N, which load A together
     swapped: int = 0  # rows of tiles whose operands are swapped, in packets: they are as high as that needs. 0: tiles have BLOCK_M rows
+    heights: Heights = ()  # that they have in the kernel
     specialize: frozenset[str] = Specialized()  # fields that are compiled in
 
     of_class = (
@@ -110,7 +110,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         return self._block_rows_of(self.rows)
 
     def _block_rows_of(self, rows: int) -> int:
-        return height_of(rows * self.span, self.swapped) if self.swapped else BLOCK_M
+        return height_of(rows * self.span, self.swapped, self.heights) if self.swapped else BLOCK_M
 
     def stages_of(self, load_rows: int) -> int:
         return self.tile.stages_of(self.block_rows) if self.swapped else super().stages_of(load_rows)
@@ -133,7 +133,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         more = {"kPartialFloat32": float32, "kCanonical": canonical, "kTwoShot": two_shot, "kSlices": 1}
         more |= {"kShares": int(self.shares > 1), "kLow": int(self.may_be_low)} if self.packets else {}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
-        more |= {"kSwapped": 1} if self.swapped else {}
+        more |= {"kSwapped": 1, "kHeights": bits_of(self.heights)} if self.swapped else {}
         return self.spec_with(name, PARAMETER_BYTES, self.ctas_together, alone=1, **more)
 
     @property
@@ -211,7 +211,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class."""
         # Every call of a new size comes here: without functions between.
-        block_rows = height_of(rows * self.span, self.swapped) if self.swapped else BLOCK_M
+        block_rows = height_of(rows * self.span, self.swapped, self.heights) if self.swapped else BLOCK_M
         tiles, taken = self._tiles_of(rows, block_rows)
         lone = (
             lone_row(-(-rows * self.span // BLOCK_M), self.tiles_n, self.group_m)

@@ -10,7 +10,7 @@ __all__ = ["CLUSTER_K", "Tiling", "TilingError"]
 CLUSTER_K = 2, 3, 4, 8  # CTAs of a cluster that may share K: of other numbers an H200 has room for fewer in all
 
 _RADIX = 258  # more than any field can be, and one: so the digits of all fields have 24 bits
-_FACTOR, _PACKETS_FACTOR, _CLUSTER_K_FACTOR, _AT_ONCE_FACTOR = 0x5BD1E9, 0x3D4D51, 0x2C1B3D, 0x1A57D3  # odd
+_FACTOR, _PACKETS_FACTOR, _CLUSTER_K_FACTOR, _AT_ONCE_FACTOR, _BLOCK_M_FACTOR = 0x5BD1E9, 0x3D4D51, 0x2C1B3D, 0x1A57D3, 0x4F6CDB  # odd
 
 
 class TilingError(ValueError):
@@ -44,8 +44,11 @@ class Tiling:
     cluster_k
         CTAs of a cluster that share K of a tile, 1, 2, 3, 4 or 8: of ``allgather_gemm`` in a world of one. Then ``shares`` is the same.
     tiles_at_once
-        2, with ``tile_rows``: the consumer warpgroups have tiles in turn, each all of its own, with 128 columns and at most 160 rows. Of
+        2, with swapped operands: the consumer warpgroups have tiles in turn, each all of its own, with 128 columns and at most 160 rows. Of
         ``allgather_gemm`` in a world of one. Else 1.
+    block_m
+        Operands are swapped as with ``tile_rows``, and tiles have so many rows: 16, 32, 48, or a multiple of 8 from 64 on, of 16 in
+        reductions, with 192 and 256 columns, and in turn. The kernel has no other height.
     """
 
     block_n: int | None = None
@@ -57,6 +60,7 @@ class Tiling:
     tile_rows: int | None = None
     cluster_k: int | None = None
     tiles_at_once: int | None = None
+    block_m: int | None = None
 
     @classmethod
     def parse(cls, wanted: Mapping[str, int]) -> Tiling:
@@ -81,6 +85,8 @@ class Tiling:
         for name, ctas in (("cluster", found.cluster), ("cluster_n", found.cluster_n)):
             if ctas not in (None, 1, 2, 4) or (found.cluster or 1) * (found.cluster_n or 1) > 4:
                 raise ValueError(f"{name} {ctas}: must be 1, 2 or 4, and of both 4 at most")
+        if found.block_m is not None and (found.block_m % 8 or found.block_m < 16 or found.tile_rows is not None):
+            raise ValueError(f"block_m {found.block_m}: must be a multiple of 8, at least 16, and without tile_rows")
         if found.cluster_k not in (None, 1, *CLUSTER_K):
             raise ValueError(f"cluster_k {found.cluster_k}: must be 1, 2, 3, 4 or 8")
         if found.tiles_at_once not in (None, 1, 2):
@@ -99,6 +105,12 @@ class Tiling:
         for value in (self.block_n, self.span, self.shares, self.cluster):
             digits = digits * _RADIX + (0 if value is None else value + 1)
         packets, cluster_n, tile_rows = (0 if value is None else value + 1 for value in (self.packets, self.cluster_n, self.tile_rows))
-        cluster_k, at_once = (0 if value is None else value + 1 for value in (self.cluster_k, self.tiles_at_once))
+        last = self.cluster_k, self.tiles_at_once, self.block_m
+        cluster_k, at_once, block_m = (0 if value is None else value + 1 for value in last)
         digits = digits * _FACTOR + (packets + 4 * cluster_n + 24 * tile_rows) * _PACKETS_FACTOR
-        return digits + cluster_k * _CLUSTER_K_FACTOR + at_once * _AT_ONCE_FACTOR & 0xFFFFFF
+        return digits + cluster_k * _CLUSTER_K_FACTOR + at_once * _AT_ONCE_FACTOR + block_m * _BLOCK_M_FACTOR & 0xFFFFFF
+
+    @property
+    def swaps(self) -> bool:
+        """Whether operands are swapped."""
+        return self.tile_rows is not None or self.block_m is not None

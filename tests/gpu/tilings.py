@@ -14,7 +14,7 @@ rows that are not aligned cost the loads. It applies to ``b``, and to ``a`` of t
 ``--shares`` adds variants of ``allgather_gemm`` in which as many CTAs share K as there are, for each tile width, alone and in pairs.
 
 ``--pairs`` adds variants of ``allgather_gemm`` in which pairs of CTAs load B together, and of each tile width with and without; in a world
-of one both add the vendor's product (``cuBLAS``).
+of one both add the vendor's product (``cuBLAS``), as ``--vendor`` does.
 
 ``--swapped`` adds variants with swapped operands, of several heights of tiles, alone, with K shared, and in clusters; of reductions
 in packets.
@@ -63,7 +63,7 @@ from mkernel.ops.op import find  # noqa: E402
 from mkernel.ops.schedule import Choice, choice_of  # noqa: E402
 from mkernel.planner.allgather_gemm import make_plan  # noqa: E402
 from mkernel.planner.choice import ranked  # noqa: E402
-from mkernel.planner.gemm import SWAPPED_ROWS  # noqa: E402
+from mkernel.planner.heights import SWAPPED_ROWS  # noqa: E402
 from mkernel.planner.predict import predict  # noqa: E402
 from mkernel.planner.reduce import SWAPPED_TILE  # noqa: E402
 from mkernel.planner.split import Split, SplitError  # noqa: E402
@@ -136,7 +136,11 @@ class Rank:
         self.timing = open_timing(self.world, "bfloat16", COOLDOWN_MS if self.world.target == "cuda" else 0.0)
         self.options = options
         self.baselines: Any = NoBaselines("not asked for")
-        if (options.pairs or options.shares or options.swapped) and self.world.size == 1 and isinstance(self.timing, CudaTiming):
+        if (
+            (options.vendor or options.pairs or options.shares or options.swapped)
+            and self.world.size == 1
+            and isinstance(self.timing, CudaTiming)
+        ):
             self.baselines = open_baselines(self.world, self.timing.stream)
 
     def _shared(self, case: Any) -> Iterator[Tiling]:
@@ -178,7 +182,7 @@ class Rank:
                 "cluster": plan.cluster,
                 "cluster_n": getattr(plan, "cluster_n", None),
                 "packets": int(plan.packets) + int(getattr(plan, "tagged", False)),
-                "tile_rows": getattr(plan, "swapped", 0) or None,
+                "block_m": plan.block_rows if getattr(plan, "swapped", 0) else None,
                 "cluster_k": getattr(plan, "cluster_k", 1),
                 "tiles_at_once": getattr(plan, "tiles_at_once", 1),
             }
@@ -350,6 +354,7 @@ def main() -> int:
     parser.add_argument("--shares", action="store_true", help="also with K shared by all SMs, and beside the vendor's product")
     parser.add_argument("--pairs", action="store_true", help="also with pairs of CTAs, and beside the vendor's product")
     parser.add_argument("--swapped", action="store_true", help="also with swapped operands, and beside the vendor's product")
+    parser.add_argument("--vendor", action="store_true", help="beside the vendor's product, in a world of one")
     parser.add_argument("--tilings", nargs="+", default=[], metavar="FIELD=VALUE,...", help="also with these")
     parser.add_argument("--ranked", type=int, default=0, metavar="N", help="also with the N candidates that are predicted to be fastest")
     parser.add_argument("--aligned", action="store_true", help="also with rows at multiples of 128 bytes")

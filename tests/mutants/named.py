@@ -91,9 +91,10 @@ NAMED = (
     _named("sums beside clusters of two by two", "planner/reduce.py", "topology.num_nodes == 1 and 1 in asked", "topology.num_nodes == 1"),
     _named("classes that were not examined", "planner/choice.py", "in classes(EXAMINED_ROWS) if rows not in seconds", "in ()"),
     _named("low tiles are left out", "planner/candidates.py", "_MORE_TILE_ROWS = 8", "_MORE_TILE_ROWS = 7"),
-    _named(
-        "heights that instructions do not have", "planner/gemm.py", "_SWAPPED_STEPS[least > BLOCK_M and not several]", "_SWAPPED_STEPS[0]"
-    ),
+    _named("all heights in one kernel", "planner/heights.py", "_MOST_OF_KERNEL // size[kind]", "_MOST"),
+    _named("as many heights as there are", "planner/heights.py", " > _MOST:", " > 99 * _MOST:"),
+    _named("heights that no class wants first", "planner/heights.py", "kind, low, high = min(lost", "kind, low, high = max(lost"),
+    _named("kernels of few heights are thought to have all", "planner/choice.py", "heights.get(one.plan.spec), machine)", "None, machine)"),
     _named("links are not waited for", "planner/predict_gemm.py", "end = max(end, start + entry + links)", "pass"),
     _named("rows that mates hand on cost nothing", "planner/predict_gemm.py", "begin + pushing + forwarding)", "begin + pushing)"),
     _named("switches carry everything", "planner/machine.py", "max(nodes - 1, beyond * self.oversubscription)", "(nodes - 1)"),

@@ -46,6 +46,7 @@ def draw_tiling(rng: np.random.Generator) -> Tiling:
         "tile_rows": (1, 2, 5, 9),
         "cluster_k": (1, 2, 3, 4, 8),
         "tiles_at_once": (1, 2),
+        "block_m": (48, 72, 136, 144, 192, 248),
     }
     while True:
         with contextlib.suppress(ValueError):

@@ -6,7 +6,7 @@ from tests.ops.planted_bug import Bug
 
 __all__ = ["SWAPPED"]
 
-_INDEX = "rows <= 128 ? (rows + 15) / 16 - 1 : (rows - 128 + 31) / 32 + 7"
+_AT_MOST = "if (rows <= Heights<Config>::at(kMiddle)) {"
 
 SWAPPED = [
     *(
@@ -31,8 +31,8 @@ SWAPPED = [
             (
                 "the last rows of a tile are not multiplied",
                 "tile/multiply.cuh",
-                _INDEX,
-                "rows <= 128 ? rows / 16 - 1 : (rows - 128) / 32 + 7",
+                _AT_MOST,
+                "if (rows < Heights<Config>::at(kMiddle + 1)) {",
                 "swapped",
             ),
             (

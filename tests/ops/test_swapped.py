@@ -14,7 +14,7 @@ import mkernel as mk
 from mkernel import env
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan, may_travel_in_packets
 from mkernel.planner.choice import plan_allgather_gemm
-from mkernel.planner.gemm import height_of, highest
+from mkernel.planner.heights import every_height, height_of, usual_heights
 from mkernel.planner.machine import H200
 from mkernel.planner.spans import spans_of
 from mkernel.planner.tiling import Tiling, TilingError
@@ -27,6 +27,7 @@ _HEIGHTS = dict.fromkeys((64, 128), (*range(16, 129, 16), 160, 192, 224, 256)) |
     192: tuple(range(64, 193, 16)),
     256: tuple(range(64, 161, 16)),
 }
+_ROWS_OF_TILES = *((tile_rows, None) for tile_rows in (1, 2, 3, 5)), *((None, block_m) for block_m in (48, 72, 112, 136, 144, 152, 232))
 _CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
 
 
@@ -64,10 +65,11 @@ def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: 
 @pytest.mark.cases(
     world=WORLDS,
     tiling=tuple(
-        Tiling(columns, span, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once)
-        for (columns, at_once), (span, packets), shares, (cluster, cluster_n), tile_rows in itertools.product(
-            ((None, 1), (64, 1), (192, 1), (256, 1), (None, 2)), ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, (1, 2, 3, 5)
+        Tiling(columns, span, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once, block_m=block_m)
+        for (columns, at_once), (span, packets), shares, (cluster, cluster_n), (tile_rows, block_m) in itertools.product(
+            ((None, 1), (64, 1), (192, 1), (256, 1), (None, 2)), ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, _ROWS_OF_TILES
         )
+        if block_m is None or block_m in every_height(columns or 128, at_once)
     ),
     shape=((64, 256), (136, 264), (520, 136), (1032, 8)),
     split=("default", "warps"),
@@ -122,10 +124,10 @@ def test_both_warpgroups_compute_in_turn() -> None:
 
 def test_heights_are_the_least_that_kernels_have(rng: np.random.Generator) -> None:
     for (columns, at_once), heights in (*(((columns, 1), one) for columns, one in _HEIGHTS.items()), ((128, 2), _HEIGHTS[256])):
-        assert highest(columns, at_once) == heights[-1]
+        assert usual_heights(columns, at_once) == heights
         for rows, tile_rows in rng.integers(1, (4000, 40), (100, 2)).tolist():
             wanted = max(tile_rows, -(-rows // heights[-1]))
-            assert height_of(rows, wanted, columns, at_once) == min(one for one in heights if one * wanted >= rows)
+            assert height_of(rows, wanted, heights) == min(one for one in heights if one * wanted >= rows)
 
 
 def test_a_plan_has_as_many_rows_of_tiles_as_it_needs(rng: np.random.Generator) -> None:
@@ -138,7 +140,7 @@ def test_a_plan_has_as_many_rows_of_tiles_as_it_needs(rng: np.random.Generator) 
             continue
         plan = make_plan(problem, rows, 132, tiling=Tiling(columns, span=size, packets=packets, tile_rows=tile_rows))
         assert (plan.columns, plan.narrow, plan.wide) == (columns, columns == 64, columns > 128)
-        assert plan.tile_rows <= max(tile_rows, -(-size * rows // highest(columns)) + 1, plan.swapped)
+        assert plan.tile_rows <= max(tile_rows, -(-size * rows // _HEIGHTS[columns][-1]) + 1, plan.swapped)
         assert (plan.tile_rows - 1) * plan.block_rows < size * rows <= plan.tile_rows * plan.block_rows
         left = size * rows - plan.sizes.last_row * plan.block_rows
         assert left <= plan.sizes.tail_rows < left + 8

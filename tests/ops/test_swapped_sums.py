@@ -54,7 +54,7 @@ def _check(request: pytest.FixtureRequest, world: str, case: Case, rows: tuple[i
     world=("1x2", "1x3", "1x4", "1x5", "1x7", "1x8"),
     how=_HOWS,
     clusters=_CLUSTERS,
-    tile_rows=(1, 2, 3, 5),
+    how_high=(*(("tile_rows", number) for number in (1, 2, 3, 5)), *(("block_m", rows) for rows in (48, 112, 144, 176))),
     shares=(1, 2, 3, 7),
     shape=((72, 256), (136, 264), (520, 136), (1032, 8)),
     dtype=("bfloat16", "float16"),
@@ -67,7 +67,7 @@ def test_every_element_and_the_bits_of_operands_as_they_are(
     world: str,
     how: str,
     clusters: tuple[int, int],
-    tile_rows: int,
+    how_high: tuple[str, int],
     shares: int,
     shape: tuple[int, int],
     dtype: str,
@@ -76,7 +76,7 @@ def test_every_element_and_the_bits_of_operands_as_they_are(
     size = topology(world).size
     most = min(400, 1200 // size) // (size if how == REDUCE_SCATTER else 1)  # every rank multiplies all rows
     rng = np.random.default_rng([request.config.getoption("--seed"), 23])
-    tiling = Tiling(None, None, shares, clusters[0], 1, clusters[1], tile_rows)
+    tiling = dataclasses.replace(Tiling(None, None, shares, clusters[0], 1, clusters[1]), **dict([how_high]))
     rows = (*map(int, rng.integers(1, most, 2)), *map(int, rng.integers(1, 17, 2)), 0)
     _check(request, world, _case(how, dtype, shape, row_major, tiling), rows)
 

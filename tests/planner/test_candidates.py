@@ -15,7 +15,9 @@ import pytest
 from mkernel import abi
 from mkernel.planner import allgather_gemm, choice, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile, highest
+from mkernel.planner.derived import replaced
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GemmTile
+from mkernel.planner.heights import every_height
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
@@ -201,10 +203,11 @@ def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem,
         assert all(plan.shares == 1 for plan in of_kind) or may_share
         assert len({(plan.block_rows, plan.shares) for plan in of_kind}) == len(of_kind)
         best = min((predict(plan, H200).seconds for plan in of_kind), default=math.inf)  # type: ignore[union-attr]
-        least = max(cluster, -(-all_rows // highest(columns, at_once)))
+        heights = every_height(columns, at_once)
+        least = max(cluster, -(-all_rows // heights[-1]))
         for tile_rows in range(least, least + 8):
             tiling = Tiling(columns, None, 1, cluster, 1 if size > 1 else None, cluster_n, tile_rows, tiles_at_once=at_once)
-            other = allgather_gemm.make_plan(problem, rows, sms, tiling=tiling)
+            other = replaced(allgather_gemm.make_plan(problem, rows, sms, tiling=tiling), heights=heights)
             several = at_once == 1 or other.taken * cluster * cluster_n > (other.split.compute or 1)
             assert not several or best <= predict(other, H200).seconds, (other.describe(), tile_rows)  # type: ignore[union-attr]
 
@@ -225,6 +228,7 @@ def check_swapped_sums(found: list[ReducePlan], problem: ReduceProblem, rows: in
             best, least = min(predict(plan, H200).seconds for plan in of_kind), max(cluster, -(-all_rows // 192))  # type: ignore[union-attr]
             for tile_rows in range(least, least + 8):
                 other = reduce.make_plan(problem, rows, sms, tiling=Tiling(None, None, 1, cluster, 1, cluster_n, tile_rows))
+                other = replaced(other, heights=of_kind[0].heights) if other.swapped else other
                 assert not other.swapped or best <= predict(other, H200).seconds, other.describe()  # type: ignore[union-attr]
     assert found or topology.size * all_rows * problem.n > 1 << 20, "few values have room"
 

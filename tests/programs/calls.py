@@ -256,14 +256,16 @@ _SHARING = 2, 3, 4  # CTAs of a cluster that share K: programs have few SMs
 class AllGatherGemm(Gemm):
     """``packets``: 1, shards travel in packets, as far as there is room; 2, in tagged ones; 0, in what is chosen, or ``split`` asks for.
 
-    ``tile_rows``: of swapped operands; 0: they are not. ``columns``: of those tiles; 64 only with packets. ``tiles_at_once``: 2, the
-    warpgroups have them in turn, in a world of one; and ``cluster_k``: CTAs of a cluster that share K there.
+    ``tile_rows``: of swapped operands; 0: they are not. ``block_m``: how high those tiles are instead, where not 0. ``columns``: of those
+    tiles; 64 only with packets. ``tiles_at_once``: 2, the warpgroups have them in turn, in a world of one; and ``cluster_k``: CTAs of a
+    cluster that share K there.
     """
 
     op: ClassVar[str] = "allgather_gemm"
     mechanisms: ClassVar[tuple[str, ...]] = ("chunks", "packets", "tagged packets")
     packets: int = 0
     tile_rows: int = 0
+    block_m: int = 0
     columns: int = 128
     tiles_at_once: int = 1
     cluster_k: int = 1
@@ -281,7 +283,9 @@ class AllGatherGemm(Gemm):
         packets = cls.mechanisms.index(mechanism)
         tile_rows = rng.choice((0, 0, 1, 2, 5)) if packets < 2 else 0
         columns = rng.choice((64, 128, 192, 256)) if tile_rows else 128
-        return {"packets": packets, "tile_rows": tile_rows, "columns": columns if packets == 1 else max(128, columns)}
+        columns = columns if packets == 1 else max(128, columns)
+        block_m = rng.choice((0, 0, 80, 144) if columns > 128 else (0, 0, 72, 136)) if tile_rows else 0
+        return {"packets": packets, "tile_rows": tile_rows, "block_m": block_m, "columns": columns}
 
     def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
         if self.packets:
@@ -295,7 +299,8 @@ class AllGatherGemm(Gemm):
         if possible and rng.random() < _PAIRED:
             return dataclasses.replace(self, split=None, cluster_k=rng.choice(possible))
         in_turn = world.size == 1 and self.tile_rows > 0 and self.columns == 128 and rng.random() < _PAIRED
-        found = super(AllGatherGemm, dataclasses.replace(self, tiles_at_once=2) if in_turn else self)._perhaps_paired(rng, world)
+        turns = dataclasses.replace(self, tiles_at_once=2, block_m=min(self.block_m, 1) * 80) if in_turn else self
+        found = super(AllGatherGemm, turns)._perhaps_paired(rng, world)
         if self.packets == 0 or found.together == 1:
             return found
         return dataclasses.replace(found, split=rng.choice((None, mk.Split(compute=found.together))))
@@ -307,8 +312,10 @@ class AllGatherGemm(Gemm):
         if not self.packets and not self.tile_rows:
             return super().tiling
         width = 64 if self.packets == 2 else self.columns if self.columns != 128 else None
-        packets, tile_rows, at_once = self.packets or None, self.tile_rows or None, self.tiles_at_once
-        return Tiling(width, None, None, self.cluster, packets, self.cluster_n, tile_rows, tiles_at_once=at_once if at_once > 1 else None)
+        packets, tile_rows, block_m = self.packets or None, self.tile_rows or None, self.block_m or None
+        at_once = self.tiles_at_once if self.tiles_at_once > 1 else None
+        tile_rows = None if block_m else tile_rows
+        return Tiling(width, None, None, self.cluster, packets, self.cluster_n, tile_rows, tiles_at_once=at_once, block_m=block_m)
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:
         problem = allgather_gemm.AllGatherGemmProblem(world, self.n, self.k, self.dtype, not self.transposed)

@@ -31,6 +31,31 @@ def test_includes_go_down(header: Path) -> None:
         assert layer(other) <= layer(header)
 
 
+def test_operands_of_wgmma_are_in_order() -> None:
+    """Of each number of columns: accumulators from the first on, and their names behind those of five other operands."""
+    text = (KERNELS / "wgmma.cuh").read_text()
+    parts = {int(n): body for n, body in re.findall(r"^#define MK_D(\d+)\(i\) (.*)$", text, re.MULTILINE)}
+    names = {int(n): body for n, body in re.findall(r"^#define MK_NAMES(\d+) (.*)$", text, re.MULTILINE)}
+
+    def accumulators(n: int, first: int) -> list[int]:
+        found: list[int] = []
+        for inner, own in re.findall(r'(MK_D\d+\(i[^)]*\))|"\+f"\(d\[(i[^\]]*)\]\)', parts[n]):
+            of, at = re.fullmatch(r"MK_D(\d+)\(i(?: \+ (\d+))?\)", inner).groups() if inner else (None, None)  # type: ignore[union-attr]
+            found += accumulators(int(of), first + int(at or 0)) if of else [first + int(own.removeprefix("i").removeprefix(" + ") or 0)]
+        return found
+
+    def named(n: int) -> list[int]:
+        before = re.match(r"MK_NAMES(\d+) ", names[n])
+        return (named(int(before[1])) if before else []) + [int(name) for name in re.findall(r"%(\d+)", names[n])]
+
+    steps = [int(n) for n in re.findall(r"MK_(?:STEP|ANY)\(\d+, (\d+)\)", text)]
+    assert {*range(8, 33), 2, 4, 6} <= set(steps)
+    assert all(int(columns) == 8 * int(n) for columns, n in re.findall(r"MK_(?:STEP|ANY)\((\d+), (\d+)\)", text))
+    for n in steps:
+        assert accumulators(n, 0) == list(range(4 * n))
+        assert named(n) == list(range(5, 5 + 4 * n))
+
+
 def test_no_circle_of_headers() -> None:
     left = {header: set(included(header)) for header in HEADERS}
     assert len(left) > 20
