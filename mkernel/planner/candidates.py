@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from mkernel.jit.spec import KernelSpec
 from mkernel.planner import allgather_gemm, reduce
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.derived import replaced
@@ -60,12 +61,35 @@ def _rules(problem: Any, rows: int, sm_count: int, specialize: str | None) -> An
     return reduce.make_plan(problem, rows, sm_count, specialize=specialize)
 
 
-def candidates(problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None = None) -> Iterator[Any]:
-    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles."""
+def candidates(
+    problem: AllGatherGemmProblem | ReduceProblem,
+    rows: int,
+    sm_count: int,
+    specialize: str | None = None,
+    kept: frozenset[KernelSpec] | None = None,
+) -> Iterator[Any]:
+    """Plans that kernels can do, each once: first that of the rules, then other tile widths, SMs that push or pull, and groups of tiles.
+
+    ``kept``: but for the rules' only those by these kernels.
+    """
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
+    for plan in _others(problem, rows, sm_count, specialize, rules, kept):
+        if kept is None or plan.spec in kept:
+            yield plan
+
+
+def _others(
+    problem: AllGatherGemmProblem | ReduceProblem,
+    rows: int,
+    sm_count: int,
+    specialize: str | None,
+    rules: Any,
+    kept: frozenset[KernelSpec] | None,
+) -> Iterator[Any]:
     if isinstance(problem, AllGatherGemmProblem):
         yield from _gathers(problem, rows, sm_count, specialize, rules)
+        yield from _swapped_gathers(problem, rows, sm_count, specialize, kept)
     else:
         yield from _reductions(problem, rows, sm_count, specialize, rules)
         if problem.op == ALLREDUCE and problem.algorithm is None and problem.topology.num_nodes == 1 < problem.topology.size:
@@ -90,7 +114,7 @@ def _gathers(
         pushed_by_warps = inside and not split.intra_comm  # a warp that pushes stands in front of the loads of both CTAs of a pair
         for width in WIDTHS:
             plan = allgather_gemm.make_plan(problem, rows, sm_count, split, GemmTile.deepest(width), specialize)
-            if plan != rules:
+            if plan != rules and not plan.packets:  # where the rules' kernel is another class's
                 yield plan
             for span in spans if split.intra_comm or topology.size == 2 else ():
                 tiling = Tiling(width, span, 1)
@@ -191,7 +215,6 @@ def _in_packets(
             yield plan
         if plan.tile.block_n == _TAGGED_WIDTH and plan.rounds <= _TAGGED_ROUNDS:
             yield replaced(plan, tagged=True)
-    yield from _swapped_gathers(problem, rows, sm_count, specialize, 1)
 
 
 def _may_bind(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> bool:
@@ -229,7 +252,6 @@ def _products(
                 tiling = Tiling(width, 1, shares)
                 yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
     yield from _sharing_in_clusters(problem, rows, sm_count, specialize)
-    yield from _swapped_gathers(problem, rows, sm_count, specialize)
 
 
 def _sharing_in_clusters(problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None) -> Iterator[AllGatherGemmPlan]:
@@ -243,14 +265,23 @@ def _sharing_in_clusters(problem: AllGatherGemmProblem, rows: int, sm_count: int
 
 
 def _swapped_gathers(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, packets: int | None = None
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, kept: frozenset[KernelSpec] | None
 ) -> Iterator[AllGatherGemmPlan]:
-    """All ranks' rows are one plane; ``packets``: as tilings have it."""
-    for tiling, heights in _swapped(problem, rows * problem.topology.size, sm_count, specialize, packets):
+    """Operands swapped, where all ranks' rows are one plane, in packets if there are several; ``kept``: as of ``candidates``."""
+    size = problem.topology.size
+    if size > 1 and not allgather_gemm.may_travel_in_packets(problem, rows):
+        return
+    left_out = set()  # kinds of tiles that have none of these kernels
+    for tiling, heights in _swapped(problem, rows * size, sm_count, specialize, 1 if size > 1 else None):
+        kind = tiling.block_n, tiling.cluster, tiling.cluster_n, tiling.tiles_at_once
+        if kind in left_out:
+            continue
         with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
             plan = allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
             plan = replaced(plan, heights=heights)
-            if may_take_turns(plan):
+            if kept is not None and plan.spec not in kept:
+                left_out.add(kind)
+            elif may_take_turns(plan):
                 yield plan
 
 

@@ -9,7 +9,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mkernel import env
@@ -86,35 +86,26 @@ def _may_be_chosen(plan: Any) -> bool:
     return bool(plan.specialize & {"n", "k"}) or serves_all(plan)
 
 
-@functools.lru_cache(maxsize=4096)
-def _fastest(
-    problem: Any,
-    of_class: int,
-    sm_count: int,
-    machine: Machine,
-    specialize: str | None,
-    kept: frozenset[Any] | None = None,
-) -> Any:
-    """The fastest candidate, if it is faster than the rules' plan by more than the model can tell apart; ``kept``: of these kernels."""
-    promised = _promised(problem, of_class, sm_count, machine, specialize)
-    return _best(promised, _may_be_chosen if kept is None else lambda plan: plan.spec in kept)
+def _fastest(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None, kept: frozenset[Any]) -> Any:
+    """The fastest plan by one of these kernels, if it is faster than the rules' by more than the model can tell apart."""
+    return _best(_promised(problem, of_class, sm_count, machine, specialize, kept), kept)
 
 
-def _best(promised: Sequence[Promised], is_allowed: Callable[[Any], bool]) -> Any:
+def _best(promised: Sequence[Promised], kept: frozenset[Any]) -> Any:
+    """The same of these, the rules' first. If none is, and the rules' kernel is none of those, the fastest of the others."""
     rules, *others = promised
-    most = rules.seconds if is_allowed(rules.plan) else math.inf
-    worth = [one for one in others if one.seconds < one.worth * most and is_allowed(one.plan)]
+    worth = [one for one in others if one.seconds < one.worth * rules.seconds]
+    if not worth and rules.plan.spec not in kept:
+        worth = others
     return min(worth, key=lambda one: one.seconds, default=rules).plan  # of equals the first
 
 
-@functools.lru_cache(maxsize=1)  # ``choose`` asks several times in a row
+@functools.lru_cache(maxsize=1)  # ``choose`` asks twice in a row
 def _promised(
     problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None, kept: frozenset[Any] | None = None
 ) -> list[Promised]:
-    """All candidates, the rules' plan first; ``kept``: else of these kernels only."""
-    rules, *others = candidates(problem, of_class, sm_count, specialize)
-    if kept is not None:
-        others = [plan for plan in others if plan.spec in kept]
+    """All candidates, the rules' plan first; ``kept``: else by these kernels only."""
+    rules, *others = candidates(problem, of_class, sm_count, specialize, kept)
     found = [Promised(rules, _predicted(rules, machine).seconds, 1.0)]
     return found + [Promised(plan, _weighed(rules, plan, machine), min(_WORTH, _worth(rules, plan))) for plan in others]
 
@@ -206,7 +197,7 @@ def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None)
     while True:
         kept = _covering(list(seconds.values()), [*_WEIGHTS, *[0.0] * (len(seconds) - len(_WEIGHTS))])
         others = [rows for rows in classes(EXAMINED_ROWS) if rows not in seconds]
-        left = [rows for rows in others if not any(plan.spec in kept for plan in candidates(problem, rows, sm_count, specialize))]
+        left = [rows for rows in others if not any(plan.spec in kept for plan in candidates(problem, rows, sm_count, specialize, kept))]
         if not left:
             return kept
         seconds |= {rows: _seconds_by(problem, rows, sm_count, machine, specialize) for rows in left}
@@ -215,16 +206,14 @@ def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None)
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
     """The plan for a class of rows: ``_fastest``, of the kernels that the problem may have, with the heights that these have."""
-    plan = _fastest(problem, of_class, sm_count, machine, specialize)
     kept = _kept(problem, sm_count, machine, specialize)
-    if plan.spec not in kept:
-        plan = _fastest(problem, of_class, sm_count, machine, specialize, kept)
+    plan = _fastest(problem, of_class, sm_count, machine, specialize, kept)
     if not _has_own_heights(plan):
         return plan  # fewer heights make the others no faster
     heights = _heights(problem, sm_count, machine, specialize)
-    rules, *others = _promised(problem, of_class, sm_count, machine, specialize)
-    found = [_of_heights(rules.plan, one, heights.get(one.plan.spec), machine) for one in others if one.plan.spec in kept]
-    return _best([rules, *found], lambda plan: plan is not rules.plan or plan.spec in kept)
+    rules, *others = _promised(problem, of_class, sm_count, machine, specialize, kept)
+    found = [_of_heights(rules.plan, one, heights.get(one.plan.spec), machine) for one in others]
+    return _best([rules, *found], kept)
 
 
 def _has_own_heights(plan: Any) -> bool:
@@ -249,7 +238,7 @@ def _heights(problem: Any, sm_count: int, machine: Machine, specialize: str | No
     wanted: dict[Any, dict[int, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
     kept = _kept(problem, sm_count, machine, specialize)
     for before, rows in itertools.pairwise((0, *_some_classes(_HEIGHTS_PER_DOUBLING))):
-        plan = _best(_promised(problem, rows, sm_count, machine, specialize, kept), lambda plan: plan.spec in kept)
+        plan = _fastest(problem, rows, sm_count, machine, specialize, kept)
         if _has_own_heights(plan):
             wanted[plan.spec][plan.block_rows] += math.log((rows + 1) / (before + 1))
     gathers = isinstance(problem, AllGatherGemmProblem) and problem.topology.size > 1  # (reductions take NVRTC a second without any)

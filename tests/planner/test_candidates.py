@@ -236,9 +236,11 @@ def check_swapped_sums(found: list[ReducePlan], problem: ReduceProblem, rows: in
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_each_plan_is_compared_once_and_none_is_left_out(world: Topology, rng: np.random.Generator) -> None:
     """So the least predicted time is what it is with all ways to ask."""
-    for _ in range(6):
+    known = (416, 8952, 2, 132, False)  # few rows, for which the rules between two take the kernel of another class, without packets
+    for i in range(7):
         n, k = 8 * int(2 ** rng.uniform(3, 11)), 8 * int(2 ** rng.uniform(3, 11))
         rows, sms, canonical = class_of(int(2 ** rng.uniform(0, 14))), int(rng.choice((132, 132, 78, 16))), bool(rng.random() < 0.3)
+        n, k, rows, sms, canonical = (n, k, rows, sms, canonical) if i else known
         for problem in (
             AllGatherGemmProblem(world, n, k, "bfloat16", True, canonical),
             ReduceProblem(REDUCE_SCATTER, world, n, k, "bfloat16", True, canonical=canonical),
