@@ -338,13 +338,14 @@ class AllGatherGemm(Gemm):
 class _Reduction(Gemm):
     """``shares``: of K of a tile; 1: as the planner chooses. ``packets``: 1, values travel in these; 0, in tiles; None: as it chooses.
 
-    ``tile_rows``: of swapped operands; 0: they are not.
+    ``tile_rows``: of swapped operands; 0: they are not. ``block_m``: how high those tiles are instead, where not 0.
     """
 
     partials: str = "output"
     shares: int = 1
     packets: int | None = None
     tile_rows: int = 0
+    block_m: int = 0
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -355,7 +356,8 @@ class _Reduction(Gemm):
     def _draw_options(cls, rng: random.Random, mechanism: str) -> dict[str, Any]:
         partials = "output" if mechanism in PACKETS else rng.choice(("output", "output", "float32"))
         tile_rows = rng.choice((0, 0, 1, 2, 5)) if mechanism in PACKETS else 0
-        return {"partials": partials, "shares": rng.choice((2, 3, 4, 7)) if mechanism == "shares" else 1, "tile_rows": tile_rows}
+        shares, block_m = rng.choice((2, 3, 4, 7)) if mechanism == "shares" else 1, rng.choice((0, 0, 48, 144))
+        return {"partials": partials, "shares": shares, "tile_rows": tile_rows, "block_m": block_m}
 
     def _draw_split(self, rng: random.Random, world: Topology) -> mk.Split | None:
         if self.mechanism in PACKETS:  # CTAs that pull would ask for tiles
@@ -383,7 +385,8 @@ class _Reduction(Gemm):
     def tiling(self) -> Tiling | None:
         if self.tile_rows:
             shares = self.shares if self.together == 1 else 1
-            return Tiling(shares=shares, cluster=self.cluster, packets=1, cluster_n=self.cluster_n, tile_rows=self.tile_rows)
+            high = {"block_m": self.block_m} if self.block_m else {"tile_rows": self.tile_rows}
+            return Tiling(shares=shares, cluster=self.cluster, packets=1, cluster_n=self.cluster_n, **high)
         if self.shares > 1:
             return Tiling(shares=self.shares)
         return None if self.together == 1 else Tiling(cluster=self.cluster, packets=self.packets, cluster_n=self.cluster_n)
