@@ -320,7 +320,7 @@ def _columns_of_swapped(asked: Tiling) -> int:
 
 
 def _heights(asked: Tiling) -> Heights:
-    """Of tiles, if their operands are swapped."""
+    """Heights that tiles may have in the kernel, if their operands are swapped."""
     return asked_heights(asked, _columns_of_swapped(asked)) if asked.swaps else ()
 
 

@@ -295,7 +295,7 @@ def _heights(problem: AllGatherGemmProblem | ReduceProblem, specialize: str | No
 
 
 def _swapped(
-    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None, packets: int | None = None
+    problem: AllGatherGemmProblem | ReduceProblem, rows: int, sm_count: int, specialize: str | None, packets: int | None
 ) -> Iterator[tuple[Tiling, Heights]]:
     """Operands swapped, where all rows are one plane: of each kind of cluster all numbers of rows of tiles that may be of use.
 

@@ -6,8 +6,6 @@ from tests.ops.planted_bug import Bug
 
 __all__ = ["SWAPPED"]
 
-_AT_MOST = "if (rows <= Heights<Config>::at(kMiddle)) {"
-
 SWAPPED = [
     *(
         Bug(what, file, text, to, workload=workload, found_as="wrong")
@@ -31,7 +29,7 @@ SWAPPED = [
             (
                 "the last rows of a tile are not multiplied",
                 "tile/multiply.cuh",
-                _AT_MOST,
+                "if (rows <= Heights<Config>::at(kMiddle)) {",
                 "if (rows < Heights<Config>::at(kMiddle + 1)) {",
                 "swapped",
             ),

@@ -40,7 +40,7 @@ def test_bits_say_which_heights_there_are(rng: np.random.Generator) -> None:
 
 
 def test_few_heights_are_kept_and_each_kernel_has_few(rng: np.random.Generator) -> None:
-    """The highest of each kind is among them, and what is left out counts less, for the time that it saves, than what is not."""
+    """The highest of each kind is among them, and none is left out without need."""
     for _ in range(100):
         wanted = {kind: drawn_heights(rng) for kind in "abcdefgh"[: rng.integers(1, 9)]}
         sizes = {kind: int(rng.integers(1, 3)) for kind in wanted}

@@ -299,7 +299,7 @@ class AllGatherGemm(Gemm):
         if possible and rng.random() < _PAIRED:
             return dataclasses.replace(self, split=None, cluster_k=rng.choice(possible))
         in_turn = world.size == 1 and self.tile_rows > 0 and self.columns == 128 and rng.random() < _PAIRED
-        turns = dataclasses.replace(self, tiles_at_once=2, block_m=min(self.block_m, 1) * 80) if in_turn else self
+        turns = dataclasses.replace(self, tiles_at_once=2, block_m=80 if self.block_m else 0) if in_turn else self
         found = super(AllGatherGemm, turns)._perhaps_paired(rng, world)
         if self.packets == 0 or found.together == 1:
             return found
@@ -312,9 +312,9 @@ class AllGatherGemm(Gemm):
         if not self.packets and not self.tile_rows:
             return super().tiling
         width = 64 if self.packets == 2 else self.columns if self.columns != 128 else None
-        packets, tile_rows, block_m = self.packets or None, self.tile_rows or None, self.block_m or None
+        packets, block_m = self.packets or None, self.block_m or None
+        tile_rows = None if block_m else self.tile_rows or None
         at_once = self.tiles_at_once if self.tiles_at_once > 1 else None
-        tile_rows = None if block_m else tile_rows
         return Tiling(width, None, None, self.cluster, packets, self.cluster_n, tile_rows, tiles_at_once=at_once, block_m=block_m)
 
     def _plan(self, world: Topology, sm_count: int) -> allgather_gemm.AllGatherGemmPlan:

@@ -32,7 +32,7 @@ def test_includes_go_down(header: Path) -> None:
 
 
 def test_operands_of_wgmma_are_in_order() -> None:
-    """Of each number of columns: accumulators from the first on, and their names behind those of five other operands."""
+    """Accumulators come from the first on, for any number of columns, and their names behind those of five other operands."""
     text = (KERNELS / "wgmma.cuh").read_text()
     parts = {int(n): body for n, body in re.findall(r"^#define MK_D(\d+)\(i\) (.*)$", text, re.MULTILINE)}
     names = {int(n): body for n, body in re.findall(r"^#define MK_NAMES(\d+) (.*)$", text, re.MULTILINE)}

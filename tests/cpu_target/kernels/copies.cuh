@@ -1,5 +1,4 @@
-// Thread 0 copies drawn chunks in two calls by one ring; a thread of warp 1
-// says when each is complete. What is announced is checked in that moment.
+// Thread 0 copies drawn chunks in two calls by one ring; a thread of warp 1 says when each is complete. What is announced is checked in that moment.
 #pragma once
 #include "comm/copy.cuh"
 #include "comm/handshake.cuh"
@@ -7,16 +6,14 @@
 namespace mkernel {
 
 struct Entry {
-  uint64_t from,
-      to;  // bytes from the beginning of the source, and of each destination
+  uint64_t from, to;  // bytes from the beginning of the source, and of each destination
   uint32_t bytes, skew;
 };
 struct alignas(64) Parameters {
-  uint64_t entries, from, to,
-      apart;            // `apart`: bytes from one destination to the next
-  uint64_t first, all;  // chunks of the first copy, and of both
-  uint64_t complete;    // so many chunks become so; waiting for another one fails
-  uint64_t may_store;   // whether the second copy may
+  uint64_t entries, from, to, apart;  // `apart`: bytes from one destination to the next
+  uint64_t first, all;                // chunks of the first copy, and of both
+  uint64_t complete;                  // so many chunks become so; waiting for another one fails
+  uint64_t may_store;                 // whether the second copy may
   uint64_t piece_bytes, destinations;
   uint64_t log;  // how many are announced, what was wrong, and which they are
   uint64_t reserved[5];
