@@ -30,8 +30,8 @@ class KernelSpec:
 
     @property
     def clusters_are_apart(self) -> bool:
-        """Whether CTAs wait for those of their own cluster only, so that clusters need not be resident at once."""
-        return self.early and any(name == "kClusterK" for name, _ in self.constants)
+        """Whether CTAs wait for those of their own cluster only, so that clusters need not be resident at once: as in a world of one."""
+        return self.early and self.cluster > 1
 
     @functools.cached_property
     def _hash(self) -> int:

@@ -32,7 +32,6 @@ __all__ = [
     "AllGatherGemmProblem",
     "CLUSTER_K_WIDTHS",
     "Tile",
-    "left_over",
     "make_plan",
     "may_travel_in_packets",
 ]
@@ -152,7 +151,7 @@ def _plan_of_class(
     if asks and not may_pay and warps_pay(problem, rows, tile, sm_count):
         wanted = dataclasses.replace(wanted, intra_comm=0)
     together = cluster * cluster_n * (asked.cluster_k or 1)
-    chosen = pairs.complete(wanted, default, sm_count, spared, together, left_over(asked.cluster_k))
+    chosen = pairs.complete(wanted, default, sm_count, spared, together, alone=topology.size == 1)
     few_waves = tiles <= FEW_WAVES * sm_count
     all_at_once = tiles <= (chosen.compute or 1)  # tiles that span shards wait for chunks of several
     plain = shares == cluster == cluster_n == 1 and not swapped
@@ -262,7 +261,7 @@ def _plan_with_packets(
     if covering is None:
         raise _no_covering(problem.topology, asked)
     _, tile, shares = covering
-    chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster * cluster_n)
+    chosen = pairs.complete(wanted, Split(None, 0, 0, 0), sm_count, (), cluster * cluster_n, alone=False)
     tiles = math.prod(_tiles_of_plane(problem, size * rows, tile, asked))
     group_m = _GPC_GROUP_M if tiles <= _GPC_WAVES * (chosen.compute or 1) else GROUP_M
     if asked.packets == 2 and (cluster * cluster_n > 1 or tile.block_n > _TAGGED_MOST):
@@ -297,11 +296,6 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
     span = problem.topology.size if asked.packets else asked.span or 1
     tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / _heights(asked)[-1]))
     return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
-
-
-def left_over(cluster_k: int | None) -> int:
-    """How many SMs there are for each that may have no CTA where clusters share K: an H200 has room for 30 of four CTAs, 15 of eight."""
-    return 11 if cluster_k in (4, 8) else pairs.LEFT_OVER
 
 
 def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling:

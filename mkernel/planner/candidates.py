@@ -259,7 +259,7 @@ def _sharing_in_clusters(problem: AllGatherGemmProblem, rows: int, sm_count: int
     most = 1 if problem.canonical else math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     for width, ctas in itertools.product(allgather_gemm.CLUSTER_K_WIDTHS, CLUSTER_K):
         taken = math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width) * ctas
-        if ctas <= most and 0 < taken <= ctas_of_clusters(sm_count, ctas, allgather_gemm.left_over(ctas)):
+        if ctas <= most and 0 < taken <= ctas_of_clusters(sm_count, ctas, alone=True):
             tiling = Tiling(width, cluster_k=ctas)
             yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
 
@@ -303,21 +303,27 @@ def _swapped(
     """
     if problem.canonical or rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
         return
-    in_a_row = _fours(problem, BLOCK_M) if problem.topology.size == 1 else []
-    for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_a_row]:
-        for columns, at_once in _kinds_of_swapped(problem, cluster * cluster_n):
+    in_line = [ctas for row in _fours(problem, BLOCK_M) for ctas in (row, row[::-1])] if problem.topology.size == 1 else []
+    for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_line]:
+        for columns, at_once in _kinds_of_swapped(problem, (cluster, cluster_n)):
             heights = _heights(problem, specialize, columns, at_once)
             for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), heights, columns, at_once):
                 block_n = None if columns == SWAPPED_COLUMNS else columns
                 yield Tiling(block_n, None, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once), heights
 
 
-def _kinds_of_swapped(problem: AllGatherGemmProblem | ReduceProblem, together: int) -> list[tuple[int, int]]:
-    """Columns that tiles may have, and how many the warpgroups have at once; ``together``: CTAs of a cluster."""
+def _kinds_of_swapped(problem: AllGatherGemmProblem | ReduceProblem, clusters: tuple[int, int]) -> list[tuple[int, int]]:
+    """Columns that tiles may have, and how many the warpgroups have at once; ``clusters``: CTAs in M and in N.
+
+    Those that were the fastest of some shape, of such clusters (docs/speed_log.md, "Clusters that find room, and wide tiles in fours").
+    """
     if not isinstance(problem, AllGatherGemmProblem):
         return [(SWAPPED_COLUMNS, 1)]
-    several = [*((columns, 1) for columns in WIDE_COLUMNS), (SWAPPED_COLUMNS, 2)]  # blocks of columns of a warpgroup
-    return [(SWAPPED_COLUMNS, 1), (NARROW_COLUMNS, 1), *(several if problem.topology.size == 1 and together <= 2 else [])]
+    found = [(SWAPPED_COLUMNS, 1), (NARROW_COLUMNS, 1)]
+    if problem.topology.size == 1 and max(clusters) <= 2:  # several blocks of columns of a warpgroup
+        found += [(columns, 1) for columns in WIDE_COLUMNS]
+        found += [(SWAPPED_COLUMNS, 2)] if math.prod(clusters) <= 2 else []
+    return found
 
 
 def _rows_of_tiles(
@@ -337,7 +343,7 @@ def _rows_of_tiles(
     least, columns = max(cluster, math.ceil(rows / heights[-1])), math.ceil(problem.n / (columns_of_tile * cluster_n))
     may_share = cluster * cluster_n * at_once == 1 and columns_of_tile == SWAPPED_COLUMNS
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
-    clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n) // (cluster * cluster_n))
+    clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n, problem.topology.size == 1) // (cluster * cluster_n))
     possible: dict[tuple[int, int], int] = {}  # by height and shares
     for tile_rows in range(least, least + _MORE_TILE_ROWS):
         height = height_of(rows, tile_rows, heights)

@@ -30,7 +30,11 @@ _TIME = {256: 0.86, 128: 0.9}
 _GAIN = 0.97  # of the time of CTAs alone: a count of waves is no better than that
 _FEW_TURNS = 4  # from here on, CTAs that finish early have taken others' tiles
 _NO_PAIR = 0xFFFFFFFF  # more than there are
-LEFT_OVER = 8  # of so many SMs of a large device one, at most, has no three others of its GPC for a cluster of four: of 8 GPCs two each
+# Of so many SMs of a large device one, at most, has no three others of its GPC for a cluster of four: of 8 GPCs two each.
+_LEFT_OVER = 8
+# An H200 has room for 30 of four CTAs, 15 of eight. In a world of one plans have as many: where there is no room for one, it begins when
+# another one ends, and nobody waits for it.
+_LEFT_OVER_ALONE = 11
 _FEWEST_K = 1024  # of shorter products nobody has measured pairs, whose CTAs wait for each other at every tile
 
 
@@ -89,7 +93,7 @@ def choose(
     if (wanted.intra_comm == 0 and default.intra_comm) or product.rows <= BLOCK_M or not may_pay(product):
         return None
     try:
-        split = complete(wanted, default, sm_count, spared, 2)
+        split = complete(wanted, default, sm_count, spared, 2, alone=False)
     except SplitError:  # few SMs, or an odd number
         return None
     tile = _tile_of_pairs(product, alone, split.compute or 1, sent)
@@ -108,13 +112,14 @@ def _tile_of_pairs(product: Paired, alone: GemmTile, ctas: int, sent: bool) -> G
     return best if product.turns(alone, ctas) >= 1 and seconds(best, 2) < _GAIN * seconds(alone, 1) else None
 
 
-def ctas_of_clusters(sm_count: int, cluster: int, left_over: int = LEFT_OVER) -> int:
-    """CTAs that run at once in clusters of so many; of more than two not on each SM: one of ``left_over`` may stay without."""
-    return (sm_count - sm_count // left_over if cluster > 2 else sm_count) // cluster * cluster
+def ctas_of_clusters(sm_count: int, cluster: int, alone: bool) -> int:
+    """CTAs that run at once in clusters of so many; of more than two not on each SM. ``alone``: in a world of one."""
+    left_over = sm_count // (_LEFT_OVER_ALONE if alone and cluster % 4 == 0 else _LEFT_OVER) if cluster > 2 else 0
+    return (sm_count - left_over) // cluster * cluster
 
 
-def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str], cluster: int, left_over: int = LEFT_OVER) -> Split:
-    """``Split.complete`` for a kernel in clusters of so many CTAs, all of one role.
+def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str], cluster: int, alone: bool) -> Split:
+    """``Split.complete`` for a kernel in clusters of so many CTAs, all of one role. ``alone``: in a world of one.
 
     Raises
     ------
@@ -124,7 +129,7 @@ def complete(wanted: Split, default: Split, sm_count: int, spared: Container[str
     if cluster == 1:
         return wanted.complete(default, sm_count, spared)
     even = Split(default.compute, *(-(-(getattr(default, role) or 0) // cluster) * cluster for role in COMMUNICATION_ROLES))
-    found = wanted.complete(even, ctas_of_clusters(sm_count, cluster, left_over), spared, cluster)
+    found = wanted.complete(even, ctas_of_clusters(sm_count, cluster, alone), spared, cluster)
     if any((number or 0) % cluster for number in (found.compute, *(getattr(found, role) for role in COMMUNICATION_ROLES))):
         number = "an even number of SMs where CTAs are pairs" if cluster == 2 else f"a multiple of {cluster} SMs where CTAs are clusters"
         raise SplitError(found, f"each role needs {number}", "make it even" if cluster == 2 else "make it one")

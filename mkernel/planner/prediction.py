@@ -40,13 +40,14 @@ _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 _SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
 _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
 _SWAPPED = {1: 0.98, 2: 1.03, 4: 1.04}  # fitted: of swapped operands, by CTAs of a cluster;
+_SWAPPED_IN_LINE = 0.98  # and of clusters of four CTAs in one line;
 # the same of wide tiles, by their columns, and of tiles that warpgroups have in turn
 _WIDE = {192: {1: 1.02, 2: 1.04, 4: 1.07}, 256: {1: 1.04, 2: 1.08, 4: 1.1}}
 _SWAPPED_IN_TURN = {1: 1.0, 2: 1.0, 4: 1.02}
 IN_TURN = 0.3  # fitted: of what a tile costs beside its k steps, where warpgroups have tiles in turn, of all but the last
 _HALVES = 1.9  # fitted, a world of one: the same along K where a row has half a sector at either end
 # Fitted: what a row takes the SM that others of its cluster load it for, of what one takes that it loads itself.
-_RECEIVED = 0.62
+_RECEIVED = 0.4
 _SAME_LINE = 1.15  # fitted: of a B whose rows are along K, in whole sectors, L2 answers so many times as many
 # Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
 # the same.
@@ -165,6 +166,11 @@ def _given(blocks: int, whole: int, shared: bool = False) -> int:
     return blocks * (_WARPGROUPS if shared else 1) + -(-blocks // NARROW_COLUMNS) * whole
 
 
+def _taken(own: float, of_tile: int) -> float:
+    """Rows of an operand that an SM takes in a k step, in those that it loads itself: ``own`` of them it does, of ``of_tile``."""
+    return own + _RECEIVED * (of_tile - own)
+
+
 def end_of_tile(machine: Machine, block_m: int, block_n: int, n: int) -> float:
     """What a tile costs beside its k steps."""
     return (machine.tile + (machine.tile_split if n * ITEM % _SECTOR else 0.0)) * block_m * block_n / (128 * 256)
@@ -200,7 +206,7 @@ def tile_cost(
     is_alone = cluster == cluster_n == 1
     height, width = load_rows / cluster_n, block_n / cluster  # of A and B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, also those that others load for it, and L2 answers all SMs at one of its own.
-    taken = max(height, _RECEIVED * load_rows) * of_a.of_sm + max(width, _RECEIVED * block_n) * of_b.of_sm
+    taken = _taken(height, load_rows) * of_a.of_sm + _taken(width, block_n) * of_b.of_sm
     of_sm = taken * _LINE / (machine.sm_load * min(machine.load_boost, free))
     is_slow = not of_a.whole and (apart or (is_alone and together <= _FEW_ROWS))
     of_l2 = there * height * (_APART_A if is_slow else 1.0) / of_a.of_l2 + width / of_b.of_l2
@@ -219,7 +225,8 @@ def tile_cost(
         longer = machine.paired * (_PAIRED_APART if apart else 1.0)
     longer *= _SHALLOW if shallow else 1.0
     if swapped:
-        longer *= (_SWAPPED_IN_TURN if in_turn else _WIDE.get(block_n, _SWAPPED))[cluster * cluster_n]
+        in_line = max(cluster, cluster_n) == 4 and block_n not in _WIDE
+        longer *= _SWAPPED_IN_LINE if in_line else (_SWAPPED_IN_TURN if in_turn else _WIDE.get(block_n, _SWAPPED))[cluster * cluster_n]
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 

@@ -225,7 +225,7 @@ def _plan_of_class(
     if packs:
         packed = next(filter(fits_packets, _packed(plan, sm_count, given, asked)), None)
         if packed is not None:
-            chosen = pairs.complete(wanted, Split(0, 0, 0, 0), sm_count, (), packed.ctas_together)
+            chosen = pairs.complete(wanted, Split(0, 0, 0, 0), sm_count, (), packed.ctas_together, alone=False)
             return replaced(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
         if max(asked.cluster or 1, asked.cluster_n or 1) > 1:  # that may also add up partial tiles
             in_tiles = dataclasses.replace(asked, packets=0)
@@ -238,7 +238,7 @@ def _plan_of_class(
         if paired is not None:
             in_two = dataclasses.replace(asked, cluster=2)
             return _plan_of_class(problem, rows, sm_count, split, paired[0], None, specialize, in_two)
-    chosen = pairs.complete(wanted, default, sm_count, (), plan.ctas_together)
+    chosen = pairs.complete(wanted, default, sm_count, (), plan.ctas_together, alone=topology.size == 1)
     interleaved = saturates_link(plan, sm_count)
     return replaced(plan, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles, interleaved=interleaved)
 

@@ -43,6 +43,7 @@ _SIZES = ("tests/unit/test_entry_check.py", "tests/ops/test_sizes.py")
 _TESTS: dict[str, tuple[str, ...]] = {
     "mkernel/bench": ("tests/bench",),
     "mkernel/jit": ("tests/jit", "tests/cpu_target/test_device.py"),
+    "mkernel/jit/spec.py": ("tests/jit", "tests/ops/test_pairs.py"),
     "mkernel/ops": _OPS,
     "mkernel/ops/call.py": (
         *(*_OPS, *_SIZES),
@@ -54,6 +55,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "mkernel/ops/schedule.py": (*_OPS, *_SIZES, "tests/ops/test_tuning.py", "tests/ops/test_remember.py"),
     "mkernel/ops/split_search.py": ("tests/ops/test_tuning.py", "tests/unit/test_pictures.py"),
     "mkernel/planner": ("tests/planner",),
+    "mkernel/planner/pairs.py": ("tests/ops/test_pairs.py", "tests/planner"),
     "mkernel/tools": ("tests/unit/test_check.py", "tests/unit/test_cli.py", "tests/bench/test_command.py"),
     "mkernel/runtime": _RUNTIME,
     "mkernel/runtime/ranks/addresses.py": _LINKS,

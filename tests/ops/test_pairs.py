@@ -154,13 +154,17 @@ def test_kernels_of_a_problem_have_as_many_ctas_as_there_is_room_for() -> None:
     def prepared(world: Any) -> str:
         problem = AllGatherGemmProblem(topology("1x1"), 72, 136, "bfloat16", False)
         alone, fours = (make_plan(problem, 1 << 14, 132, tiling=Tiling(64, 1, 1, m, None, m)) for m in (1, 2))
-        assert (alone.grid, fours.grid) == (132, 116)
-        world.problems.prepare(problem, "both", {alone.spec: 132, fours.spec: 116}, lambda *_: None)
-        apart = make_plan(dataclasses.replace(problem, k=520), 1 << 14, 132, tiling=Tiling(cluster_k=4))
-        world.problems.prepare("apart", "clusters that wait for no other one", {apart.spec: 132}, lambda *_: None)
+        assert (alone.grid, fours.grid) == (132, 120)
+        world.problems.prepare(problem, "both", {alone.spec: 132, fours.spec: 120}, lambda *_: None)
+        sharing = make_plan(dataclasses.replace(problem, k=520), 1 << 14, 132, tiling=Tiling(cluster_k=4))
+        in_a_row = make_plan(problem, 1 << 14, 132, tiling=Tiling(64, 1, 1, 1, None, 4))
+        apart = {sharing.spec: 132, in_a_row.spec: 132}  # as on a device that has room for fewer
+        world.problems.prepare("apart", "clusters that wait for no other one", apart, lambda *_: None)
+        of_two = AllGatherGemmProblem(topology("1x2"), 72, 136, "bfloat16", False)
+        between = make_plan(of_two, 64, 132, tiling=Tiling(64, None, 1, 1, 1, 4))
+        assert between.split.compute == 116
         with pytest.raises(ArgumentError, match="only 120 CTAs fit") as caught:
-            another = make_plan(problem, 1 << 14, 132, tiling=Tiling(64, 1, 1, 1, None, 4))
-            world.problems.prepare("another", "too many", {another.spec: 132}, lambda *_: None)
+            world.problems.prepare("between ranks", "too many", {between.spec: 132}, lambda *_: None)
         return str(caught.value)
 
     with env.override(MKERNEL_CPU_SMS=132):
@@ -224,5 +228,5 @@ def test_the_model_offers_pairs_where_rows_are_not_aligned() -> None:
     for world, n, k in itertools.product(("1x1", "1x2", "2x2"), (3432, 3584), (4568, 4608)):
         plans = candidates(AllGatherGemmProblem(topology(world), n, k, "bfloat16", True), 7020, 132)
         clusters = {(plan.cluster, plan.cluster_n) for plan in plans}
-        in_n = {(1, 2), (2, 2), (1, 4)} if world == "1x1" else {(1, 2)}
+        in_n = {(1, 2), (2, 2), (1, 4), (4, 1)} if world == "1x1" else {(1, 2)}
         assert clusters == {(1, 1)} | ({(2, 1)} if n % 64 or k % 64 else set()) | (in_n if k % 64 else set())

@@ -187,13 +187,15 @@ def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem,
         assert not found
         return
     assert all(plan.packets == (size > 1) and plan.plane_rows == all_rows for plan in found)
-    clusters = [(1, 1), *clusters_of(problem, max(all_rows, BLOCK_M + 1))]
+    in_line = [(1, 4), (4, 1)] if size == 1 and problem.k % BLOCK_K else []
+    clusters = [(1, 1), *clusters_of(problem, max(all_rows, BLOCK_M + 1)), *in_line]
     for (columns, at_once), (cluster, cluster_n) in itertools.product(((128, 1), (64, 1), (192, 1), (256, 1), (128, 2)), clusters):
         kind = columns, at_once, cluster, cluster_n
         of_kind = [plan for plan in found if (plan.columns, plan.tiles_at_once, plan.cluster, plan.cluster_n) == kind]
         if sms < 2 * cluster * cluster_n:
             continue
-        if (columns > 128 or at_once > 1) and (size > 1 or cluster * cluster_n > 2):  # blocks of columns of a warpgroup
+        several = columns > 128 or at_once > 1  # blocks of columns of a warpgroup
+        if several and (size > 1 or cluster * cluster_n > (2 if at_once > 1 else 4) or max(cluster, cluster_n) == 4):
             assert not of_kind
             continue
         turns = [plan.taken * cluster * cluster_n > (plan.split.compute or 1) for plan in of_kind]
