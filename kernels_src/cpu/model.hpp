@@ -42,7 +42,7 @@ struct Past {
   }
 };
 
-enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kCta, kCluster, kWarp, kWarpgroup, kStores, kFlag };
+enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kCta, kCluster, kWarp, kWarpgroup, kStores, kFlag, kRoom };
 
 // What a thread waits for; the meaning of the words depends on the kind.
 struct Waiting {
@@ -183,6 +183,7 @@ struct Launch {
   void* parameters = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas;
   std::vector<NamedBarrier> clusters;  // cluster_come
+  uint32_t clusters_begun = 0;         // the others have no room yet
   uint32_t live_ctas = 0;
   uint32_t stores_in_flight = 0;
   int32_t state = kRunningLaunch;
@@ -326,6 +327,7 @@ struct Scheduler {
 
  private:
   void create_cta(Launch& launch, uint32_t index, uint32_t shared_bytes);
+  void begin_cluster(Launch& launch, uint32_t number);
   void give_back(Cta& cta);
   void run_fiber(Fiber* fiber);
   bool run_passed_over();

@@ -30,6 +30,8 @@ std::string wait_text(const Cta& cta, const Waiting& w, const std::string& flag)
       return "the other threads of its warpgroup, in wgmma_wait";
     case Wait::kStores:
       return "its bulk stores";
+    case Wait::kRoom:
+      return "room: its cluster begins when another one has ended";
     case Wait::kFlag:
       return format("flag %s >= %llu (now %llu)", flag.c_str(), static_cast<unsigned long long>(w.value),
                     static_cast<unsigned long long>(__atomic_load_n(reinterpret_cast<const uint64_t*>(w.object), __ATOMIC_RELAXED)));

@@ -113,6 +113,9 @@ uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, s
   Launch& l = *launches.emplace(id, std::make_unique<Launch>()).first->second;
   l.id = id, l.begin = ++turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
   l.early = early, l.cluster = cluster, l.clusters.resize(grid / cluster);
+  // Clusters of a kernel that may begin early need not be resident at once (KernelSpec.clusters_are_apart). So there is room for all of them, or for some.
+  l.clusters_begun = grid / cluster;
+  if (early && cluster > 1 && chance(2)) l.clusters_begun = 1 + random() % l.clusters_begun;
   ++running;
   try {
     l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);
@@ -147,7 +150,17 @@ void Scheduler::create_cta(Launch& launch, uint32_t index, uint32_t shared_bytes
     fiber.stack = stacks.take();
     fiber.tsan = tsan::create_fiber();
     prepare(fiber.context, fiber.stack, stacks.block_bytes(), fiber_main);
-    make_runnable(&fiber);
+    if (index / launch.cluster < launch.clusters_begun) {
+      make_runnable(&fiber);
+    } else {
+      fiber.waiting.kind = Wait::kRoom;
+    }
+  }
+}
+
+void Scheduler::begin_cluster(Launch& launch, uint32_t number) {
+  for (uint32_t i = number * launch.cluster; i < (number + 1) * launch.cluster; ++i) {
+    for (uint32_t t = 0; t < launch.threads; ++t) make_runnable(&launch.ctas[i]->fibers[t]);
   }
 }
 
@@ -390,6 +403,7 @@ void Scheduler::run_fiber(Fiber* fiber) {
   if (cta.live > 0) return leave(cta.everyone, cta.live);
   finish_cta(*this, cta);
   if (!launch.error.empty()) return finish_launch(launch, kFailed);
+  if (live_of_cluster(cta) == 0 && launch.clusters_begun < launch.clusters.size()) begin_cluster(launch, launch.clusters_begun++);
   if (--launch.live_ctas > 0) return;
   while (launch.state == kRunningLaunch && launch.stores_in_flight > 0) execute_some_copy(true);
   if (launch.state == kRunningLaunch) finish_launch(launch, kSucceeded);

@@ -22,9 +22,17 @@ CTAS = 16
 
 
 def load(
-    name: str, parameters: type[ctypes.Structure], *, threads: int, shared: int = 2048, cluster: int = 1, ctas: int = CTAS, **constants: int
+    name: str,
+    parameters: type[ctypes.Structure],
+    *,
+    threads: int,
+    shared: int = 2048,
+    cluster: int = 1,
+    ctas: int = CTAS,
+    early: bool = False,
+    **constants: int,
 ) -> CpuKernel:
-    spec = KernelSpec(name, tuple(constants.items()), threads, shared, ctypes.sizeof(parameters), cluster=cluster)
+    spec = KernelSpec(name, tuple(constants.items()), threads, shared, ctypes.sizeof(parameters), cluster=cluster, early=early)
     return CpuKernel(spec, compiler.compile(spec, include=(KERNELS,)), ctas)
 
 

@@ -87,7 +87,7 @@ def test_op_is_clean(ranks_per_node: int, call: str) -> None:
 OVER_SMS = """
 import sys
 from tests.shared.worlds import found_wrong
-assert found_wrong(sys.argv[1], "2x1", "bfloat16", tuple(sys.argv[2:]), 1) is None
+assert found_wrong(sys.argv[1], "2x1", "bfloat16", (sys.argv[2],), int(sys.argv[3])) is None
 print("ended")
 """
 _CASES = {"moe_combine": "37x136x520x4x2:hot", "gemm_reduce_scatter": "200x288x144"}
@@ -109,5 +109,8 @@ def test_a_network_that_sms_play(op: str, planted: bool, tmp_path: Path) -> None
         assert fabric.read_text().count(_UNORDERED[0]) == 1
         fabric.write_text(fabric.read_text().replace(*_UNORDERED))
         variables["MKERNEL_KERNELS_SRC"] = str(copy)
-    done = run(OVER_SMS, op, _CASES[op], **variables)
-    assert ("WARNING: ThreadSanitizer: data race" in done.stderr) == planted, done.stderr[:5000]
+    for seed in range(8 if planted else 1):  # which lane raises a flag is by chance
+        told = run(OVER_SMS, op, _CASES[op], seed, **variables).stderr
+        if "WARNING: ThreadSanitizer: data race" in told:
+            break
+    assert ("WARNING: ThreadSanitizer: data race" in told) == planted, told[:5000]
