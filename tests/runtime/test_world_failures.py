@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mkernel import abi, errors
-from mkernel.errors import AbortedError, MismatchError, TransportError
+from mkernel.errors import AbortedError, ArgumentError, MismatchError, TransportError
 from mkernel.runtime.launch import run
 from mkernel.runtime.options import Options
 from mkernel.runtime.world import World
@@ -172,6 +172,7 @@ def test_init_fails_on_all_ranks_alike() -> None:
                 raise OSError("no memory")
             return super().segment(*args, **options)
 
-    with pytest.raises(OSError, match="no memory") as caught:
+    told = "heap_bytes = 65536: cannot be had: no memory"
+    with pytest.raises(ArgumentError, match=told) as caught:
         run(lambda w: None, 3, Options(target="cuda", heap_bytes=1 << 16), make_backend=Broken)
-    assert sum("rank 1 could not open its device and memory: OSError: no memory" in note for note in caught.value.__notes__) == 2
+    assert sum(f"rank 1 could not open its device and memory: ArgumentError: {told}" in note for note in caught.value.__notes__) == 2

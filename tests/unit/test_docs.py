@@ -101,12 +101,26 @@ def test_cited_sections_exist(page: str, name: str, heading: str) -> None:
     assert re.search(rf"(?m)^#+ {re.escape(heading)}|^- \*\*{re.escape(heading)}|^\*\*{re.escape(heading)}", text)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_print_what_a_page_says(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+_LONG = "docs/model.md", "docs/scale.md"  # every row that was ever measured is planned and predicted, and thousands of nodes
+
+
+def _check_commands(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A block that begins with ``$ python -m mkernel`` shows the beginning of what that prints."""
     for command, shown in re.findall(r"```\n\$ python -m mkernel (model [^\n]*)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
         assert main(shlex.split(command)) == 0
         assert capsys.readouterr().out.startswith(shown.rstrip("\n"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in _LONG])
+def test_commands_print_what_a_page_says(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _check_commands(page, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", _LONG)
+def test_commands_that_take_long_print_what_a_page_says(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _check_commands(page, capsys)
 
 
 def _layers(text: str) -> list[set[str]]:
