@@ -303,7 +303,7 @@ def _swapped(
     """
     if problem.canonical or rows <= (0 if problem.topology.size > 1 else _LOW_ROWS):
         return
-    in_line = [ctas for row in _fours(problem, BLOCK_M) for ctas in (row, row[::-1])] if problem.topology.size == 1 else []
+    in_line = [(1, 4), (4, 1)] if problem.topology.size == 1 and problem.k % BLOCK_K != 0 else []
     for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_line]:
         for columns, at_once in _kinds_of_swapped(problem, (cluster, cluster_n)):
             heights = _heights(problem, specialize, columns, at_once)

@@ -226,7 +226,8 @@ def tile_cost(
     longer *= _SHALLOW if shallow else 1.0
     if swapped:
         in_line = max(cluster, cluster_n) == 4 and block_n not in _WIDE
-        longer *= _SWAPPED_IN_LINE if in_line else (_SWAPPED_IN_TURN if in_turn else _WIDE.get(block_n, _SWAPPED))[cluster * cluster_n]
+        by_ctas = _SWAPPED_IN_TURN if in_turn else _WIDE.get(block_n, _SWAPPED)
+        longer *= _SWAPPED_IN_LINE if in_line else by_ctas[cluster * cluster_n]
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 

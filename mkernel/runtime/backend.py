@@ -75,7 +75,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def max_ctas(self) -> int:
-        """CTAs that are co-resident on this device: the largest grid that may be launched."""
+        """CTAs that are co-resident on this device: the largest grid that may be launched, but for ``KernelSpec.clusters_are_apart``."""
 
 
 class Backend(abc.ABC):
