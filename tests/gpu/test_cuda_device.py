@@ -456,7 +456,7 @@ def test_tensor_maps(device: CudaBackend, dtype: str, start: tuple[int, int, int
 def test_tensor_maps_are_those_of_the_bindings(device: CudaBackend, rank: int, dtype: str, swizzled: bool) -> None:
     """Byte for byte, whatever the sizes."""
     bindings, draw, address = driver(), random.Random(7), device.allocate(1 << 16)
-    kinds, modes, promotions = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle, bindings.CUtensorMapL2promotion
+    kinds, modes = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle
     kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == "bfloat16" else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
     for _ in range(50):
         shape = (draw.randint(1, 1 << 16), draw.randint(2, 1 << 20), draw.randint(2, 64))
@@ -474,7 +474,7 @@ def test_tensor_maps_are_those_of_the_bindings(device: CudaBackend, rank: int, d
             [bindings.cuuint32_t(1)] * rank,
             bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             modes.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else modes.CU_TENSOR_MAP_SWIZZLE_NONE,
-            promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B if strides[0] % 32 else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         assert int(status) == 0, (shape, strides, box)

@@ -24,10 +24,9 @@ _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _DTYPES = {"bfloat16": 9, "float16": 6}  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
 _NO_INTERLEAVE = 0  # CU_TENSOR_MAP_INTERLEAVE_NONE
 _SWIZZLES = (0, 3)  # CU_TENSOR_MAP_SWIZZLE_NONE, _128B
-# CU_TENSOR_MAP_L2_PROMOTION_L2_256B, and _128B where rows begin in the middle of sectors: there products took up to a sixth longer with 256
-# bytes (docs/speed_log.md, "Rows that begin in the middle of a sector").
-_PROMOTIONS = (3, 2)
-_SECTOR = 32  # bytes that memory is read by
+# CU_TENSOR_MAP_L2_PROMOTION_L2_128B. With 256 bytes rows that begin in the middle of a line or a sector take up to a tenth longer, and
+# others are no faster (docs/speed_log.md, "What L2 fetches at once").
+_PROMOTION = 2
 _ZEROS = 0  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: what lies outside reads as zero
 
 # An address as ctypes passes it. It converts a number to an int of C by itself, but an object of another type by several functions.
@@ -53,11 +52,10 @@ class TensorMaps:
         at, self._memory = _memory()
         self._output, self._address = self._memory[_OUTPUT:], ctypes.c_void_p()
         self._arguments = {
-            (dtype, rank, swizzled, halves): _arguments(at, dtype, rank, swizzled, halves, self._address)
+            (dtype, rank, swizzled): _arguments(at, dtype, rank, swizzled, self._address)
             for dtype in _DTYPES
             for rank in _INPUT
             for swizzled in (False, True)
-            for halves in (False, True)
         }
 
     def get(self, address: int, dtype: str, shape: Extents, strides: Strides, box: Extents, swizzled: bool = True) -> bytes:
@@ -71,7 +69,7 @@ class TensorMaps:
         dimensions = len(shape)
         extents: Any = shape
         steps: Any = strides
-        arguments = self._arguments.get((dtype, dimensions, swizzled, steps[0] % _SECTOR != 0))
+        arguments = self._arguments.get((dtype, dimensions, swizzled))
         if arguments is None or box[0] != _BOX_COLUMNS:
             raise _unknown(dtype, box)
         if not address and self._some_address is not None:
@@ -125,7 +123,7 @@ class _Matrices:
         self._maps, self._shape, self._row_bytes, self._planes = maps, (dtype, columns), row_bytes, planes
         at, self._memory = _memory()
         self._output, self._address = self._memory[_OUTPUT:], ctypes.c_void_p()
-        self._arguments = _arguments(at, dtype, 3, True, row_bytes % _SECTOR != 0, self._address)
+        self._arguments = _arguments(at, dtype, 3, True, self._address)
         _PACK(self._memory, 0, columns, 1, 1, 0, 0, _BOX_COLUMNS, 1, 1, 1, 1, 1)
 
     def get(self, address: int, rows: int, *boxes: int) -> bytes:
@@ -158,12 +156,9 @@ def _memory() -> tuple[int, memoryview]:
     return ctypes.addressof(owner) + start, memoryview(owner).cast("B")[start : start + _OUTPUT + _BYTES]
 
 
-def _arguments(at: int, dtype: str, rank: int, swizzled: bool, halves: bool, address: ctypes.c_void_p) -> tuple[Any, ...]:
-    """All arguments of the encoder, as ctypes has them. Of one map and the next only ``address`` differs, and what memory holds.
-
-    ``halves``: rows begin in the middle of sectors.
-    """
-    modes = _NO_INTERLEAVE, _SWIZZLES[swizzled], _PROMOTIONS[halves], _ZEROS
+def _arguments(at: int, dtype: str, rank: int, swizzled: bool, address: ctypes.c_void_p) -> tuple[Any, ...]:
+    """All arguments of the encoder, as ctypes has them. Of one map and the next only ``address`` differs, and what memory holds."""
+    modes = _NO_INTERLEAVE, _SWIZZLES[swizzled], _PROMOTION, _ZEROS
     return _place(at + _OUTPUT), _DTYPES[dtype], rank, address, *_input_at(at, rank), *modes
 
 
