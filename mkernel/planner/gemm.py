@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, fields_of
@@ -23,7 +23,6 @@ __all__ = [
     "GemmPlan",
     "GemmProblem",
     "GemmTile",
-    "Row",
     "choose_ctas",
     "choose_load_rows",
     "choose_put",
@@ -288,16 +287,9 @@ def raster_number(row: int, column: int, tile_rows: int, tiles_n: int, group_m: 
     return first * tiles_n + column * min(group_m, tile_rows - first) + row - first
 
 
-class Row(NamedTuple):
-    """A row of an operand as it is stored: how many values it has, and whether they follow each other along K, as those of A do."""
-
-    values: int
-    along_k: bool
-
-
-def row_of_b(n: int, k: int, row_major: bool) -> Row:
-    """A row of B (``k x n``, or transposed) as it is stored."""
-    return Row(n, False) if row_major else Row(k, True)
+def row_of_b(n: int, k: int, row_major: bool) -> int:
+    """Values of a row of B (``k x n``, or transposed) as it is stored."""
+    return n if row_major else k
 
 
 def shift_of(power: int) -> int:

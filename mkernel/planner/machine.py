@@ -235,8 +235,8 @@ H200 = Machine(
     l2=9.7e12,  # not measured: what each slice of L2 gives in the H100, of which there are 96, not 80
     sm_shared=320e9,
     l2_rows=117e9,
-    l2_rows_sectors=66e9,
-    l2_rows_split=47e9,
+    l2_rows_sectors=70e9,
+    l2_rows_split=52e9,
     paired=1.0,
     memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8
     memory_latency=1.45e-6,  # fitted: few rows by tiles of 64 and 128 columns, with 8 and 6 stages (docs/speed_log.md)

@@ -75,7 +75,7 @@ def tiles_of_cluster(taken: tuple[int, int], clusters: tuple[int, int], tile_row
 
 def loads_bind(product: Paired) -> bool:
     """Whether rows of B begin at no multiple of 128 bytes: each 128 bytes of them that are loaded then lie in two lines of L2."""
-    return row_of_b(product.n, product.k, product.b_row_major).values % BLOCK_K != 0
+    return row_of_b(product.n, product.k, product.b_row_major) % BLOCK_K != 0
 
 
 def may_pay(product: Paired) -> bool:

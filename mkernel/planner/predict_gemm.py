@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, Row, row_of_b
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict_network import Sent, entered, sent
 from mkernel.planner.prediction import (
@@ -120,12 +120,12 @@ def _guess(machine: Machine, m: int, n: int, k: int) -> float:
 def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, cluster_n: int = 1, stages: int = 0,
-    others: int = 0, late: float = 0.0, apart: bool = False, alike: bool = False, b_row: Row | None = None,
+    others: int = 0, late: float = 0.0, apart: bool = False, b_row: int = 0,
     group_m: int = GROUP_M, swapped: bool = False, in_turn: bool = False,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
-    ``others``: CTAs that come ``late``; ``apart``, ``alike``, ``b_row``: as ``tile_cost`` has them.
+    ``others``: CTAs that come ``late``; ``apart``, ``b_row``: as ``tile_cost`` has them.
     """
     taken = math.ceil(rows / (cluster * block_m)) * math.ceil(n / (cluster_n * block_n))
     tiles = shards * taken * cluster * cluster_n * shares
@@ -136,7 +136,7 @@ def _work(
     from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
     costs = functools.partial(
         tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, cluster_n, from_memory, shallow=shallow,
-        apart=apart, alike=alike, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)), there=there,
+        apart=apart, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)), there=there,
         swapped=swapped, in_turn=in_turn,
     )  # fmt: skip
     full = math.floor(tiles / ctas + 1e-9)
@@ -299,7 +299,6 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
         stages=plan.stages_of(plan.load_rows),
         shares=plan.shares,
         apart=size > 1 and not plan.packets,
-        alike=size > 1,  # measured: tiles of 128 columns whose partial values travel in packets
         b_row=row_of_b(problem.n, problem.k, problem.b_row_major),
         group_m=plan.group_m,
         swapped=plan.swapped > 0,

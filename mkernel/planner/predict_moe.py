@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from mkernel.planner.gemm import BLOCK_M, GemmTile, Row, row_of_b
+from mkernel.planner.gemm import BLOCK_M, GemmTile, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.moe import bands, rows_per_piece
 from mkernel.planner.moe_combine import MoeCombinePlan
@@ -43,7 +43,7 @@ def expected_tiles(rows: float) -> float:
 
 def _product(
     machine: Machine, conditions: Conditions, topology: Topology, experts: int, rows: float, n: int, k: int, tile: GemmTile, ctas: float,
-    a_row: int, b_row: Row,
+    a_row: int, b_row: int,
 ) -> tuple[float, float, float, TileCost]:  # fmt: skip
     """A grouped product of ``rows`` rows per expert: seconds of it, of its tensor work and of memory; and the cost of a tile."""
     tiles = experts * expected_tiles(rows) * math.ceil(n / tile.block_n)
@@ -52,7 +52,7 @@ def _product(
     speed, from_memory = machine.speed(busy_of(conditions, machine, guess)), rows <= BLOCK_M  # B of a tile that nobody else reads
     stages, active = tile.stages if from_memory else 0, min(ctas, tiles)
     cost = tile_cost(
-        machine, BLOCK_M, tile.block_n, n, k, load_rows, speed, stages=stages, active=active, a_row=a_row, b_row=b_row, alike=True,
+        machine, BLOCK_M, tile.block_n, n, k, load_rows, speed, stages=stages, active=active, a_row=a_row, b_row=b_row,
         beside=True,
     )  # fmt: skip
     touched = experts * (1 - math.exp(-rows))

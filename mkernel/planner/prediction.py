@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mkernel.planner.gemm import BLOCK_K, Row
+from mkernel.planner.gemm import BLOCK_K
 from mkernel.planner.heights import NARROW_COLUMNS, halves_rows
 from mkernel.planner.machine import Machine
 
@@ -37,7 +37,8 @@ _READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
 _NEIGHBOURS = 16
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
-_SPLIT_ROW = 1.5  # fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, and not along K
+# Fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, in whole sectors, and with half a one at either end.
+_SPLIT_ROW, _HALVES = 1.5, 1.65
 _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
 _SWAPPED = {1: 0.98, 2: 1.03, 4: 1.04}  # fitted: of swapped operands, by CTAs of a cluster;
 _SWAPPED_IN_LINE = 0.98  # and of clusters of four CTAs in one line;
@@ -45,10 +46,11 @@ _SWAPPED_IN_LINE = 0.98  # and of clusters of four CTAs in one line;
 _WIDE = {192: {1: 1.02, 2: 1.04, 4: 1.07}, 256: {1: 1.04, 2: 1.08, 4: 1.1}}
 _SWAPPED_IN_TURN = {1: 1.0, 2: 1.0, 4: 1.02}
 IN_TURN = 0.3  # fitted: of what a tile costs beside its k steps, where warpgroups have tiles in turn, of all but the last
-_HALVES = 1.9  # fitted, a world of one: the same along K where a row has half a sector at either end
 # Fitted: what a row takes the SM that others of its cluster load it for, of what one takes that it loads itself.
 _RECEIVED = 0.4
-_SAME_LINE = 1.15  # fitted: of a B whose rows are along K, in whole sectors, L2 answers so many times as many
+# Fitted: how many rows in two lines, in whole sectors, L2 answers, of those that it answers CTAs alone: what neighbours ask for at the same
+# time it reads once, and clusters do not keep step.
+_TOGETHER = {1: 1.0, 2: 0.8, 4: 0.65}  # by CTAs of a cluster
 # Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
 # the same.
 _APART_A, _FEW_ROWS = 1.25, 2
@@ -131,20 +133,19 @@ class _Rows(NamedTuple):
     whole: bool  # each is one line of L2
 
 
-def _rows(machine: Machine, row: Row, alike: bool, same_line: float = 1.0) -> _Rows:
+def _rows(machine: Machine, values: int, ctas: int) -> _Rows:
     """The rows of a matrix, of 128 bytes each: lines; or in two lines, in whole sectors or with half a sector at either end.
 
-    Where they follow each other by whole sectors, every second or fourth of them is one line all the same. Along K the next step wants
-    the rest of the second line, so that two lines of whole sectors take an SM no longer than one, unless all rows are ``alike``.
-    ``same_line``: how many times as many L2 answers along K then.
+    Where they follow each other by whole sectors, every second or fourth of them is one line all the same. ``values``: from one row to
+    the next; ``ctas``: of a cluster.
     """
-    if row.values * ITEM % _LINE == 0:
+    if values * ITEM % _LINE == 0:
         return _Rows(1.0, machine.l2_rows, True)
-    if row.values * ITEM % _SECTOR != 0:
-        return _Rows(_SPLIT_ROW if alike or not row.along_k else _HALVES, machine.l2_rows_split, False)
-    begin = math.gcd(row.values * ITEM, _LINE) / _LINE  # the share of rows that begin with a line
-    answered = 1 / (begin / machine.l2_rows + (1 - begin) / machine.l2_rows_sectors) * (same_line if row.along_k else 1.0)
-    return _Rows(begin + (1 - begin) * _SPLIT_ROW if alike or not row.along_k else 1.0, answered, False)
+    if values * ITEM % _SECTOR != 0:
+        return _Rows(_HALVES, machine.l2_rows_split, False)
+    begin = math.gcd(values * ITEM, _LINE) / _LINE  # the share of rows that begin with a line
+    answered = 1 / (begin / machine.l2_rows + (1 - begin) / machine.l2_rows_sectors) * _TOGETHER[ctas]
+    return _Rows(begin + (1 - begin) * _SPLIT_ROW, answered, False)
 
 
 def blend(*seconds: float) -> float:
@@ -178,19 +179,19 @@ def end_of_tile(machine: Machine, block_m: int, block_n: int, n: int) -> float:
 
 def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
-    cluster_n: int = 1, stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: Row | None = None,
-    a_row: int = 0, alike: bool = False, together: int = _NEIGHBOURS, beside: bool = False, there: float = 1.0,
+    cluster_n: int = 1, stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: int = 0,
+    a_row: int = 0, together: int = _NEIGHBOURS, beside: bool = False, there: float = 1.0,
     swapped: bool = False, in_turn: bool = False,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
-    ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``: CTAs
-    that load the columns of B together, and ``cluster_n`` the rows of A; ``there``: which share of the CTAs has a tile, where some of a
-    cluster have none; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a tile at the same
-    time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in step, because they also wait
-    for other ranks; ``b_row``: a row of B as it is stored (None: row-major); ``a_row``: values of one of A (0: ``k``); ``alike``: two lines
-    of a row take an SM longer than one also along K; ``together``: rows of tiles that neighbours have; ``beside``: other SMs move data
-    meanwhile, as also where CTAs are ``apart``: then those that multiply are no faster;
+    ``speed``: the share of the SM's rate that is left (``Machine.speed``); ``sums``: partial tiles that are added to it; ``cluster``:
+    CTAs that load the columns of B together, and ``cluster_n`` the rows of A; ``there``: which share of the CTAs has a tile, where some
+    of a cluster have none; ``stages``: of the tile, if its loads come from memory, not from L2; ``active``: SMs that have a tile at the
+    same time (0: all); ``shallow``: three stages, too few to hide what loads wait for; ``apart``: CTAs are not in step, because they
+    also wait for other ranks; ``b_row``: values of a row of B as it is stored (0: ``n``, row-major); ``a_row``: of one of A (0: ``k``);
+    ``together``: rows of tiles that neighbours have; ``beside``: other SMs move data meanwhile, as also where CTAs are ``apart``: then
+    those that multiply are no faster;
     ``swapped``: operands are, so that each warpgroup has half of the columns, or one has all of a narrow tile's, and all rows;
     ``in_turn``: or each all of its own, so that the end of a tile is beside the beginning of the next one.
     """
@@ -202,32 +203,32 @@ def tile_cost(
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     given = _given(block_n, block_m, halves_rows(block_n)) if swapped else _given(block_m, block_n)
     shared = (given + load_rows + block_n) * BLOCK_K * ITEM / machine.sm_shared
-    of_a, of_b = _rows(machine, Row(a_row or k, True), alike), _rows(machine, b_row or Row(n, False), alike, _SAME_LINE)
-    is_alone = cluster == cluster_n == 1
+    ctas = cluster * cluster_n
+    of_a, of_b = _rows(machine, a_row or k, ctas), _rows(machine, b_row or n, ctas)
+    is_alone = ctas == 1
     height, width = load_rows / cluster_n, block_n / cluster  # of A and B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, also those that others load for it, and L2 answers all SMs at one of its own.
     taken = _taken(height, load_rows) * of_a.of_sm + _taken(width, block_n) * of_b.of_sm
     of_sm = taken * _LINE / (machine.sm_load * min(machine.load_boost, free))
     is_slow = not of_a.whole and (apart or (is_alone and together <= _FEW_ROWS))
     of_l2 = there * height * (_APART_A if is_slow else 1.0) / of_a.of_l2 + width / of_b.of_l2
-    # What neighbours ask for at the same time it reads once, if that is whole lines; pairs ask at different times.
+    # What neighbours ask for at the same time it reads once; clusters ask at different times.
     read = 1.0
     if is_alone:
         read = _READ_APART[block_n] if apart else _READ[block_n] * min(1.0, _once(block_m, block_n, together) / _once(block_m, block_n))
-    lines = height * of_a.whole + width * of_b.whole
-    load = steps * max(shared, of_sm, of_l2 * active, read * lines * _LINE * active / machine.l2)
+    load = steps * max(shared, of_sm, of_l2 * active, read * (height + width) * _LINE * active / machine.l2)
     load = max(load, steps * _STEP)
     if stages:  # as many loads are under way at once
         load = max(load, steps * machine.memory_latency / stages)
     fixed = end_of_tile(machine, block_m, block_n, n) * (IN_TURN if in_turn else 1.0)
     longer = 1.0  # in clusters of four as long as alone
-    if cluster * cluster_n == 2:
+    if ctas == 2:
         longer = machine.paired * (_PAIRED_APART if apart else 1.0)
     longer *= _SHALLOW if shallow else 1.0
     if swapped:
         in_line = max(cluster, cluster_n) == 4 and block_n not in _WIDE
         by_ctas = _SWAPPED_IN_TURN if in_turn else _WIDE.get(block_n, _SWAPPED)
-        longer *= _SWAPPED_IN_LINE if in_line else by_ctas[cluster * cluster_n]
+        longer *= _SWAPPED_IN_LINE if in_line else by_ctas[ctas]
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)
 
 

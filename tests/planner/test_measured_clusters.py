@@ -15,31 +15,43 @@ from mkernel.planner.predict import predict
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 
-_MEAN, _WORST = 1.04, 1.08  # of the best
-
-# Microseconds of isolated calls by columns and rows of a tile, and CTAs of a cluster in M and N; M x N x K, a world of one, B transposed,
-# bfloat16. Development runs with the clocks of mkernel.bench.timing, one H200, torch 2.11.0, driver 580.159.04, 2026-11-30.
-MEASURED: dict[str, dict[tuple[int, int, int, int], float]] = {
-    "785x1152x1464": {(128, 80, 2, 2): 13.3, (128, 72, 4, 1): 12.4, (192, 64, 4, 1): 14.4, (64, 160, 1, 4): 12.9},
-    "436x5064x2600": {(192, 112, 2, 2): 25.8, (192, 112, 4, 1): 26.2, (256, 112, 4, 1): 30.0, (128, 152, 1, 4): 25.8},
-    "680x12368x2920": {(128, 120, 2, 2): 87.7, (192, 176, 4, 1): 104.2, (128, 176, 4, 1): 99.0, (128, 232, 1, 4): 92.3},
-    "3172x1080x2552": {(192, 160, 2, 2): 32.8, (192, 160, 4, 1): 31.5, (256, 144, 4, 1): 39.5, (128, 168, 1, 4): 42.3},
-    "98x4536x6152": {(128, 64, 2, 2): 33.1, (128, 48, 4, 1): 43.4, (64, 48, 4, 1): 52.2, (64, 104, 1, 4): 24.9},
-    "9032x512x728": {(128, 152, 2, 2): 18.7, (256, 160, 4, 1): 19.5, (128, 152, 4, 1): 19.6, (128, 168, 1, 4): 18.4},
-    "1520x1664x1976": {(128, 192, 2, 2): 22.9, (192, 128, 4, 1): 22.6, (128, 192, 4, 1): 25.8, (128, 224, 1, 4): 24.0},
+# Microseconds of isolated calls by columns and rows of a tile (0: 128 rows, operands as they are), and CTAs of a cluster in M and N; M
+# x N x K, a world of one, B transposed, bfloat16. Development runs with the clocks of mkernel.bench.timing, one H200, torch 2.11.0,
+# driver 580.159.04, 2026-11-30.
+Times = dict[str, dict[tuple[int, int, int, int], float]]
+HALVES: Times = {  # rows of which every second begins in the middle of a sector
+    "127x2408x2328": {(64, 64, 2, 2): 12.4, (64, 64, 1, 4): 13.0, (128, 32, 4, 1): 13.4},
+    "2958x1320x1192": {(192, 192, 2, 1): 21.7, (128, 160, 1, 4): 23.9, (192, 0, 2, 2): 26.2},
+    "785x920x4856": {(64, 136, 1, 4): 23.5, (64, 120, 1, 4): 22.9, (64, 136, 2, 2): 24.9},
+    "7078x5952x728": {(256, 0, 2, 2): 115.5, (192, 0, 2, 2): 108.5, (128, 240, 1, 4): 111.7},
+    "1653x10712x1000": {(256, 0, 2, 2): 63.9, (128, 240, 1, 4): 62.8, (192, 0, 2, 2): 66.8},
+    "486x2208x3528": {(128, 88, 2, 2): 23.5, (128, 88, 1, 1): 32.4, (128, 88, 2, 1): 24.7, (128, 88, 1, 2): 27.3, (128, 88, 1, 4): 29.9},
+    "1027x1568x3912": {(128, 0, 1, 1): 42.0, (128, 0, 2, 1): 35.0, (128, 0, 1, 2): 35.7, (64, 224, 1, 2): 34.1, (64, 224, 1, 1): 49.8},
+    "2795x2400x4040": {(128, 240, 1, 4): 90.1, (128, 224, 1, 1): 109.5, (128, 240, 4, 1): 95.2, (64, 240, 1, 4): 115.1},
+}
+SECTORS: Times = {  # rows of whole sectors, most of which lie in two lines
+    "753x2872x2576": {(128, 160, 1, 4): 24.8, (64, 160, 1, 4): 28.3, (128, 160, 1, 2): 25.7, (128, 160, 1, 1): 24.6, (128, 80, 2, 2): 30.1},
+    "772x1400x2320": {(128, 80, 1, 4): 18.7, (128, 80, 2, 1): 17.7, (64, 136, 1, 2): 18.2, (128, 104, 1, 1): 17.7, (64, 160, 1, 4): 17.1},
+    "2795x2400x4048": {(128, 224, 1, 1): 85.7, (128, 240, 4, 1): 89.3, (128, 160, 1, 4): 90.2, (64, 240, 1, 4): 94.8},
+    "2074x1624x2224": {(128, 216, 1, 1): 28.2, (256, 0, 1, 1): 31.2, (128, 216, 2, 1): 27.9, (128, 240, 1, 2): 30.8, (256, 0, 2, 1): 30.8},
+    "1988x2304x2704": {(64, 208, 1, 4): 46.0, (64, 160, 1, 4): 49.1, (128, 152, 2, 1): 41.6, (128, 152, 1, 2): 42.4, (64, 208, 2, 2): 48.7},
+    "486x2208x3552": {(128, 88, 1, 4): 27.6, (128, 88, 1, 1): 21.9, (128, 88, 2, 1): 20.5, (128, 88, 1, 2): 22.9, (64, 176, 1, 4): 21.8},
+    "486x2208x3568": {(128, 88, 1, 4): 27.6, (128, 88, 1, 1): 25.5, (128, 88, 2, 1): 22.3, (128, 88, 1, 2): 24.5, (64, 176, 1, 4): 22.2},
+    "289x1200x4592": {(64, 80, 1, 1): 18.0, (64, 64, 1, 1): 18.9, (64, 64, 1, 4): 19.5, (64, 80, 4, 1): 20.7, (64, 64, 2, 1): 18.9},
+    "1027x1568x3936": {(128, 0, 1, 1): 26.8, (128, 0, 2, 1): 26.9, (128, 0, 1, 2): 33.8, (64, 224, 1, 2): 28.8, (128, 120, 1, 1): 26.8},
 }
 
 
-def lost() -> dict[str, float]:
+def lost(measured: Times) -> dict[str, float]:
     """What is predicted to be the fastest takes, of the time of the fastest."""
     found = {}
-    for size, times in MEASURED.items():
+    for size, times in measured.items():
         m, n, k = map(int, size.split("x"))
         problem = AllGatherGemmProblem(Topology(1, 1), n, k, "bfloat16", False)
 
         def seconds(tile: tuple[int, int, int, int], rows: int = m, problem: AllGatherGemmProblem = problem) -> float:
             columns, height, cluster, cluster_n = tile
-            tiling = Tiling(columns, cluster=cluster, cluster_n=cluster_n, block_m=height)
+            tiling = Tiling(columns, shares=1, cluster=cluster, cluster_n=cluster_n, block_m=height or None)
             predicted = predict(make_plan(problem, rows, H200.sms, tiling=tiling), H200)
             return math.inf if predicted is None else predicted.seconds
 
@@ -47,16 +59,31 @@ def lost() -> dict[str, float]:
     return found
 
 
-def test_what_is_predicted_to_be_the_fastest_is() -> None:
-    found = lost()
-    assert max(found.values()) <= _WORST, found
-    assert statistics.geometric_mean(found.values()) <= _MEAN, found
+# What is chosen may take of the best, in the worst case and in the mean.
+_HALVES, _SECTORS = (HALVES, 1.06, 1.025), (SECTORS, 1.12, 1.04)
 
 
-def test_a_wrong_cost_of_what_others_load_is_found(monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None]) -> None:
+def _is_near(found: dict[str, float], worst: float, mean: float) -> bool:
+    return max(found.values()) <= worst and statistics.geometric_mean(found.values()) <= mean
+
+
+@pytest.mark.parametrize(("measured", "worst", "mean"), [_HALVES, _SECTORS], ids=["halves", "sectors"])
+def test_what_is_predicted_to_be_the_fastest_is(measured: Times, worst: float, mean: float) -> None:
+    assert _is_near(lost(measured), worst, mean), lost(measured)
+
+
+@pytest.mark.parametrize(
+    ("measured", "name", "wrong"),
+    [(_HALVES, "_RECEIVED", 0.9), (_SECTORS, "_TOGETHER", {1: 1.0, 2: 1.0, 4: 1.0})],
+    ids=["halves", "sectors"],
+)
+def test_a_wrong_cost_of_loads_in_clusters_is_found(
+    monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None], measured: tuple[Times, float, float], name: str, wrong: object
+) -> None:
     forget_choices()
-    monkeypatch.setattr(prediction, "_RECEIVED", 0.9)
-    assert max(lost().values()) > _WORST, lost()
+    monkeypatch.setattr(prediction, name, wrong)
+    times, *bounds = measured
+    assert not _is_near(lost(times), *bounds), lost(times)
 
 
 def test_clusters_have_all_sms_that_they_find_room_on(monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None]) -> None:
