@@ -6,8 +6,8 @@ after a rest, as ``mkernel bench`` does (docs/benchmarks.md); it counts with its
 other are a pair, so that what warms the GPUs or slows the host meets both.
 
 Per shape: medians in milliseconds, their ratio new / old, its upper 95 % bound (bootstrap over the pairs), what a cached call costs the
-host in both, and whether both gave the same bits. ``--out FILE`` gets all samples as JSON. ``--limit 1.02``: exit status 1 if a bound is
-larger.
+host in both, and whether both gave the same bits; or why the shape was not measured. ``--out FILE`` gets all samples as JSON. ``--limit
+1.02``: exit status 1 if a bound is larger.
 
 ``--b transposed`` passes B as the transpose view of an (N, K) array.
 
@@ -107,6 +107,10 @@ def answer(value: Any) -> None:
     print(MARK + json.dumps(value), flush=True)
 
 
+class UnmeasuredError(Exception):
+    """A shape that cannot be measured, and why."""
+
+
 class Measured:
     """One rank's part of every command; all ranks of a tree get the same ones."""
 
@@ -117,17 +121,20 @@ class Measured:
     def setup(self, op: str, size: str) -> dict[str, Any]:
         """Inputs, the plan, and a first call of everything; a checksum of the first result."""
         from mkernel.bench.cases import ops
+        from mkernel.errors import ArgumentError
         from mkernel.planner.topology import Topology
 
         self.free()
         measured, world = ops()[op], self.world
-        case = measured.case(
-            size, Topology(world.size, world.ranks_per_node), "bfloat16", **({"b": self.b} if "b" in measured.options else {})
-        )
+        options = {"b": self.b} if "b" in measured.options else {}
+        try:
+            case = measured.case(size, Topology(world.size, world.ranks_per_node), "bfloat16", **options)
+        except ArgumentError as error:  # on all ranks alike
+            return {"refused": str(error)}
         case.setup(self.timing, 0)
         self.calls[:] = case.fused()
         self.timing.warm_up(self.calls)
-        first = case.outputs()[0]
+        first = getattr(case, "written", case.outputs)()[0]  # (trees before 30 November have none)
         crc, nans = 0, False
         for result in first if isinstance(first, tuple) else (first,):
             array = result.get() if hasattr(result, "get") else result
@@ -280,13 +287,15 @@ def trees(options: argparse.Namespace, out: Path) -> Iterator[tuple[Tree, Tree]]
 
 
 def measure(both: tuple[Tree, Tree], op: str, size: str, samples: int) -> dict[str, Any]:
-    """One shape on both trees in turn."""
+    """One shape on both trees in turn. Raises UnmeasuredError."""
     for tree in both:
         tree.tell("setup", op=op, size=size)  # both compile at the same time
     first = [tree.answers() for tree in both]
     for tree, ranks in zip(both, first, strict=True):
+        if "refused" in ranks[0]:
+            raise UnmeasuredError(f"{tree.name}: {ranks[0]['refused']}")
         if any(rank["nans"] for rank in ranks):
-            raise SystemExit(f"{op} {size}: {tree.name} leaves elements that are not finite")
+            raise UnmeasuredError(f"{tree.name} leaves elements that are not finite")
     for tree in both:  # each once, not counted
         tree.ask("sample", index=0)
     taken: dict[str, list[float]] = {"old": [], "new": []}
@@ -333,15 +342,20 @@ def main() -> int:
     shapes = chosen_shapes(options.shapes)
     logs = Path(os.environ.get("OUT") or "out").resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    begin, rows, left = time.monotonic(), [], list(shapes)
+    begin, rows, left, unmeasured = time.monotonic(), [], list(shapes), 0
     print(f"{'op':<20} {'size':>14} {'old ms':>9} {'new ms':>9} {'ratio':>7} {'upper':>7} {'host us old':>11} {'new':>6}  bits", flush=True)
     with trees(options, logs) as both:
         for op, size in shapes:
             if time.monotonic() - begin > options.seconds:
                 break
-            row = measure(both, op, size, options.samples)
-            rows.append(row)
             left.remove((op, size))
+            try:
+                row = measure(both, op, size, options.samples)
+            except UnmeasuredError as error:
+                unmeasured += 1
+                print(f"{op:<20} {size:>14} {error}", flush=True)
+                continue
+            rows.append(row)
             ms, host = row["median_ms"], row["host_us"]
             print(
                 f"{op:<20} {size:>14} {ms['old']:9.4f} {ms['new']:9.4f} {row['ratio']:7.3f} {row['upper']:7.3f}"
@@ -355,7 +369,7 @@ def main() -> int:
         print("not measured for lack of time: " + ", ".join(f"{op}:{size}" for op, size in left))
     slow = [row for row in rows if options.limit is not None and row["upper"] > options.limit]
     print(f"{len(rows)} shapes in {time.monotonic() - begin:.0f} s" + (f", {len(slow)} over {options.limit}" if options.limit else ""))
-    return 1 if slow or left else 0
+    return 1 if slow or left or unmeasured else 0
 
 
 if __name__ == "__main__":

@@ -88,6 +88,10 @@ class Case(abc.ABC):
     def outputs(self) -> list[Any]:
         """Where call i leaves its result."""
 
+    def written(self) -> list[Any]:
+        """The same as far as call i has written it: all of it, unless the op says how much is there."""
+        return self.outputs()
+
     @abc.abstractmethod
     def worst(self, index: int, split: Any = None) -> float:
         """Largest error of set ``index``'s output over its bound, written by calls with this split: right if <= 1."""

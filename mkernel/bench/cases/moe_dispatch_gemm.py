@@ -84,6 +84,10 @@ class MoeDispatchGemmCase(MoeCase):
     def outputs(self) -> list[Any]:
         return [out.y for out in self._out]
 
+    def written(self) -> list[Any]:
+        """Rows of the rank's experts; ``y`` has room for more."""
+        return [out.y[: int(out.expert_offsets[-1])] for out in self._out]
+
     def worst(self, index: int, split: Any = None) -> float:
         """Also inf where rows are not where they should be, or have another weight."""
         xp, rank, out = self._timing.xp, self._timing.world.rank, self._out[index]
