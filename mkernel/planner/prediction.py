@@ -226,7 +226,7 @@ def tile_cost(
         longer = machine.paired * (_PAIRED_APART if apart else 1.0)
     longer *= _SHALLOW if shallow else 1.0
     if swapped:
-        in_line = max(cluster, cluster_n) == 4 and block_n not in _WIDE
+        in_line = max(cluster, cluster_n) == 4 and block_n not in _WIDE and not in_turn
         by_ctas = _SWAPPED_IN_TURN if in_turn else _WIDE.get(block_n, _SWAPPED)
         longer *= _SWAPPED_IN_LINE if in_line else by_ctas[ctas]
     return TileCost(tensor, load, max(tensor, load) * longer + fixed + sums * block_m * block_n * ITEM / machine.add)

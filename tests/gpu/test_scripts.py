@@ -179,11 +179,15 @@ def test_tilings_say_how_far_the_choice_is_from_the_best() -> None:
     *said, predictions = tilings.summary(found)
     assert said == modes
     assert predictions == "predictions, isolated: off by 2.0% (median), 50.0% (90th percentile)"
-    assert tilings.summary([]) == [f"{mode}: new / old, geometric mean nan, 0 of 0 slower" for mode in ("isolated", "back to back")]
+    del found[0][0], found[1][0]
+    assert tilings.summary(found)[:-1] == modes[1::2], "shapes with tilings of their own have no old one"
 
 
 @pytest.mark.slow
 def test_tilings_goes_through_the_motions() -> None:
-    options = {"ranks": 2, "target": "cpu", "ranked": 2, "samples": 2, "heap": 64, "shapes": "allgather_gemm:16x64x128"}
-    code, _, text = _results(str(HERE / "tilings.py"), *(word for name, value in options.items() for word in (f"--{name}", str(value))))
+    options = {"ranks": 2, "target": "cpu", "ranked": 2, "samples": 2, "heap": 64}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    shapes = "allgather_gemm:16x64x128", "allgather_gemm:16x136x128/block_n=64,shares=1/packets=0"
+    code, _, text = _results(str(HERE / "tilings.py"), *words, "--shapes", *shapes)
     assert code == 0 and "new / the best of all" in text and "\n0 wrong" in text, text
+    assert text.count(" old ") == 1 and all(tiling in text for tiling in shapes[1].split("/")[1:]), text

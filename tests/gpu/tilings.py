@@ -19,14 +19,15 @@ of one both add the vendor's product (``cuBLAS``), as ``--vendor`` does.
 ``--swapped`` adds variants with swapped operands, of several heights of tiles, alone, with K shared, and in clusters; of reductions
 in packets.
 
-``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows, where a plan can have them.
+``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows, where a plan can have them. A shape may have its
+own, ``allgather_gemm:486x2208x3536/block_m=88,cluster=2/block_m=88,cluster_n=4``: then there is no ``old``, and ``new`` comes first.
 
 ``--b transposed`` measures calls whose B is the transpose view of an (N, K) array, as weights of torch's linear layers are passed.
 
 ``--ranked 10`` adds the ten candidates that the model of this machine predicts to be fastest (``#1`` to ``#10``, the prediction beside
 each), as far as ``split=`` and a tiling can ask for them.
 
-Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to ``old`` with the upper 95 % bound, what is
+Per line: op, shape, variant, milliseconds isolated and back to back (medians), their ratio to the first with the upper 95 % bound, what is
 predicted, and what was chosen. Then how far what is chosen is from the best of all that were measured, and predictions from the times.
 ``--out FILE`` gets all samples as JSON. ``--target cpu`` goes through the motions without a GPU; its times mean nothing.
 """
@@ -41,10 +42,11 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +196,10 @@ class Rank:
                     found.append(choice)
         return {f"#{i + 1}": choice for i, choice in enumerate(found[:most])}
 
-    def variants(self, op: str, case: Any) -> dict[str, Tiling | Choice | None]:
+    def variants(self, op: str, case: Any, own: Sequence[str]) -> dict[str, Tiling | Choice | None]:
         known = find(op).tilings
         old = Tiling.parse({name: value for name, value in OLD.items() if name in known})
-        found: dict[str, Tiling | Choice | None] = {"old": old, "new": None}
+        found: dict[str, Tiling | Choice | None] = {"new": None} if own else {"old": old, "new": None}
         if self.options.all:
             wide = [Tiling(block_n=columns) for columns in (64, 128, 192, 256)] if "block_n" in known else []
             spans = [Tiling(span=span) for span in range(2, self.world.size + 1) if self.world.size % span == 0] if "span" in known else []
@@ -206,7 +208,7 @@ class Rank:
         if self.options.pairs and "cluster" in known:
             clusters = [{"cluster": 1}, {"cluster": 2}, *([{"cluster_n": 2}] if "cluster_n" in known else [])]
             found |= _named([Tiling(block_n=n, shares=1, **cluster) for n in (None, 64, 128, 192, 256) for cluster in clusters])
-        for text in self.options.tilings:
+        for text in (*self.options.tilings, *own):
             asked = {name: int(value) for name, _, value in (field.partition("=") for field in text.split(",")) if name in known}
             found[text] = Tiling.parse(asked)
         if self.options.swapped and "tile_rows" in known:
@@ -224,8 +226,8 @@ class Rank:
             return find(op).make_plan(case.problem, case.rows, self.world.backend.sm_count, choice.split, **asked)
         return None
 
-    def measure(self, op: str, size: str) -> list[Found]:
-        """Every variant on one shape. Collective."""
+    def measure(self, op: str, size: str, *own: str) -> list[Found]:
+        """Every variant on one shape; ``own``: tilings of it. Collective."""
         m, n, k = map(int, size.split("x"))
         ranks = self.world.size
         m = -(-m // ranks) * ranks if op != ALL else m
@@ -233,7 +235,7 @@ class Rank:
         case = ops()[op].case(f"{m}x{n}x{whole_k}", self.world.topology, "bfloat16", b=self.options.b)
         case.setup(self.timing, fresh_seed(self.world))
         calls, worst, chosen, predicted = {}, {}, {}, {}
-        wanted = self.variants(op, case)
+        wanted = self.variants(op, case, own)
         if self.options.aligned:
             wanted["aligned"] = None
         for variant, tiling in wanted.items():
@@ -298,12 +300,12 @@ def summary(found: list[list[Found]]) -> list[str]:
     lines = []
     for at, mode in ((0, "isolated"), (1, "back to back")):
         taken = [{one.variant: statistics.median((one.isolated, one.back_to_back)[at]) for one in row} for row in found]
-        ratios = [row["new"] / row["old"] for row in taken]
-        mean = statistics.geometric_mean(ratios) if ratios else math.nan
-        lines.append(f"{mode}: new / old, geometric mean {mean:.3f}, {sum(r > 1 for r in ratios)} of {len(ratios)} slower")
+        if ratios := [row["new"] / row["old"] for row in taken if "old" in row]:
+            mean, slower = statistics.geometric_mean(ratios), sum(r > 1 for r in ratios)
+            lines.append(f"{mode}: new / old, geometric mean {mean:.3f}, {slower} of {len(ratios)} slower")
         ours = [{name: ms for name, ms in row.items() if name not in _OTHERS} for row in taken]
         lost = [row["new"] / min(row.values()) for row in ours]
-        if any(len(row) > 2 for row in ours):
+        if any(row.keys() - {"old", "new"} for row in ours):
             near = f"within {_NEAR - 1:.0%} in {sum(r <= _NEAR for r in lost)} of {len(lost)}, worst {max(lost):.2f}"
             lines.append(f"{mode}: new / the best of all, geometric mean {statistics.geometric_mean(lost):.3f}, {near}")
     off = sorted(abs(one.predicted / statistics.median(one.isolated) - 1) for row in found for one in row if one.predicted > 0)
@@ -324,7 +326,7 @@ def rank_main(options: argparse.Namespace) -> int:
         if speaks:
             print(f"--seed {seed}")
     else:
-        left = [tuple(text.split(":")) for text in options.shapes] or list(ROWS)
+        left = [tuple(re.split("[:/]", text)) for text in options.shapes] or list(ROWS)
     found: list[list[Found]] = []
     wrong = 0
     while left and gather(rank.world, time.monotonic() - begin < options.seconds)[0]:  # rank 0 decides
@@ -346,7 +348,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=None, help="start so many ranks (else this process is one, alone or under mpirun)")
     parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--shapes", nargs="+", default=[], help="op:MxNxK, N and K of a rank (default: the rows of the issue)")
+    parser.add_argument("--shapes", nargs="+", default=[], help="op:MxNxK[/TILING...], N and K of a rank (default: the rows of the issue)")
     parser.add_argument("--random", type=int, default=0, help="so many random shapes instead")
     parser.add_argument("--seed", type=int, default=None, help="of the random shapes (default: fresh)")
     parser.add_argument("--b", choices=LAYOUTS, default=LAYOUTS[0], help="how B lies")
