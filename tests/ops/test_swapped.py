@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,7 @@ _HEIGHTS = dict.fromkeys((64, 128), (*range(16, 129, 16), 160, 192, 224, 256)) |
     192: tuple(range(64, 193, 16)),
     256: tuple(range(64, 161, 16)),
 }
-_ROWS_OF_TILES = *((tile_rows, None) for tile_rows in (1, 2, 3, 5)), *((None, block_m) for block_m in (48, 72, 112, 136, 144, 152, 232))
-_CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
+_Two = tuple[int | None, int | None]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +45,15 @@ def _same(request: pytest.FixtureRequest, world: str, case: Case, rows: tuple[in
             assert case.tiling is None or case.tiling.shares != 1 or bits == same, f"rank {rank}"
 
 
-def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: Any) -> bool:
+def _tiling(tile: _Two, plane: _Two, shares: int, cluster: _Two, height: _Two, **_: Any) -> Tiling:
+    (columns, at_once), (span, packets), (tile_rows, block_m) = tile, plane, height
+    return Tiling(columns, span, shares, cluster[0], packets, cluster[1], tile_rows, tiles_at_once=at_once, block_m=block_m)
+
+
+def _valid(world: str, split: str, shape: tuple[int, int], **case: Any) -> bool:
+    tiling = _tiling(**case)
+    if tiling.block_m is not None and tiling.block_m not in every_height(tiling.block_n or 128, tiling.tiles_at_once or 1):
+        return False
     if (tiling.shares or 1) * 64 > shape[0]:  # fewer k steps
         return False
     if tiling.tiles_at_once == 2 and (world != "1x1" or tiling.shares != 1):
@@ -64,13 +70,11 @@ def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: 
 
 @pytest.mark.cases(
     world=WORLDS,
-    tiling=tuple(
-        Tiling(columns, span, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once, block_m=block_m)
-        for (columns, at_once), (span, packets), shares, (cluster, cluster_n), (tile_rows, block_m) in itertools.product(
-            ((None, 1), (64, 1), (192, 1), (256, 1), (None, 2)), ((1, 0), (2, 0), (4, 0), (None, 1)), (1, 3), _CLUSTERS, _ROWS_OF_TILES
-        )
-        if block_m is None or block_m in every_height(columns or 128, at_once)
-    ),
+    tile=((None, 1), (64, 1), (192, 1), (256, 1), (None, 2)),  # columns, and tiles at once
+    plane=((1, 0), (2, 0), (4, 0), (None, 1)),  # shards that a tile spans, and whether they come in packets
+    shares=(1, 3),
+    cluster=((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)),
+    height=(*((tile_rows, None) for tile_rows in (1, 2, 3, 5)), *((None, block_m) for block_m in (48, 72, 112, 136, 144, 152, 232))),
     shape=((64, 256), (136, 264), (520, 136), (1032, 8)),
     split=("default", "warps"),
     dtype=("bfloat16", "float16"),
@@ -79,8 +83,19 @@ def _valid(world: str, tiling: Tiling, split: str, shape: tuple[int, int], **_: 
 )
 @pytest.mark.drawn(3)
 def test_every_element_and_the_bits_of_operands_as_they_are(
-    request: pytest.FixtureRequest, world: str, tiling: Tiling, shape: tuple[int, int], split: str, dtype: str, row_major: bool
+    request: pytest.FixtureRequest,
+    world: str,
+    tile: _Two,
+    plane: _Two,
+    shares: int,
+    cluster: _Two,
+    height: _Two,
+    shape: tuple[int, int],
+    split: str,
+    dtype: str,
+    row_major: bool,
 ) -> None:
+    tiling = _tiling(tile, plane, shares, cluster, height)
     rows = tuple(int(rows) for rows in np.random.default_rng(request.config.getoption("--seed")).integers(1, 400, 4))
     _same(request, world, Case(dtype, *shape, row_major, split, tiling=tiling), (*rows, 0, 129))
 
