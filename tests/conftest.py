@@ -23,7 +23,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import budget
-from covering import covering, pairwise, product
+from covering import covering, product
 
 _SEED = "MKERNEL_TEST_SEED"
 
@@ -106,11 +106,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def _cases_of(config: pytest.Config) -> tuple[Callable[..., list[dict[str, Any]]], str]:
     """Which cases of test axes run, and what they are called."""
-    seed = config.getoption("--seed")
+    cover = functools.partial(covering, seed=config.getoption("--seed"))
     if not config.getoption("--full"):
-        return functools.partial(pairwise, seed=seed), "pairwise coverings of axes"
+        return cover, "pairwise coverings of axes"
     if not config.getoption("--products"):
-        return functools.partial(covering, strength=3, seed=seed), "coverings of axes by threes"
+        return functools.partial(cover, strength=3), "coverings of axes by threes"
     return product, "whole products of axes"
 
 

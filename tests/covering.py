@@ -57,9 +57,9 @@ def covering(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None, stre
     return chosen
 
 
-def pairwise(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None, seed: int = 0) -> list[Case]:
+def pairwise(axes: Mapping[str, Sequence[Any]], valid: Valid | None = None) -> list[Case]:
     """``covering`` of all pairs."""
-    return covering(axes, valid, seed=seed)
+    return covering(axes, valid)
 
 
 def _all(axes: Mapping[str, Sequence[Any]], valid: Valid | None) -> Iterator[tuple[Places, Case]]:

@@ -181,6 +181,7 @@ def test_tilings_say_how_far_the_choice_is_from_the_best() -> None:
     assert predictions == "predictions, isolated: off by 2.0% (median), 50.0% (90th percentile)"
     del found[0][0], found[1][0]
     assert tilings.summary(found)[:-1] == modes[1::2], "shapes with tilings of their own have no old one"
+    assert tilings.summary([]) == []
 
 
 @pytest.mark.slow

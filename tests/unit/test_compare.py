@@ -77,14 +77,14 @@ def test_two_trees_in_one_job(tmp_path: Path) -> None:
     """Every op between ranks that ``mkernel bench`` measures."""
     out = tmp_path / "found.json"
     shapes = [f"{name}:{op.demo_sizes('cpu', 2)[0]}" for name, op in ops().items() if op.demo_sizes("cpu", 2)]
-    done = _run(tmp_path, "--samples", "1", "--shapes", *shapes, "--out", str(out))
+    done = _run(tmp_path, "--samples", "3", "--shapes", *shapes, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert (found["ranks"], found["target"]) == (2, "cpu")
     assert [f"{row['op']}:{row['size']}" for row in found["rows"]] == shapes
     for row in found["rows"]:
         assert row["same_bits"]
-        assert len(row["samples"]["old"]) == len(row["samples"]["new"]) == 1
+        assert len(row["samples"]["old"]) == len(row["samples"]["new"]) == 3
     assert f"{len(shapes)} shapes in" in done.stdout
 
 
