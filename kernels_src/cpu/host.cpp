@@ -22,11 +22,11 @@ size_t give_text(const std::string& text, char* out, size_t capacity) {
 void* mkc_create(uint64_t seed, bool virtual_time) { return new (std::nothrow) Scheduler(seed, virtual_time); }
 void mkc_destroy(void* s) { delete static_cast<Scheduler*>(s); }
 uint64_t mkc_launch(void* s, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
-                    uint32_t shared_bytes, uint32_t cluster, bool early, uint32_t rank) {
+                    uint32_t shared_bytes, uint32_t cluster, bool apart, bool early, uint32_t rank) {
   if (grid == 0 || threads == 0 || threads > 1024 || shared_bytes > mkcpu::kMaxShared) return 0;
   if (cluster == 0 || grid % cluster != 0) return 0;
   try {
-    return as_scheduler(s).launch(entry, parameters, bytes, grid, threads, shared_bytes, cluster, early, rank);
+    return as_scheduler(s).launch(entry, parameters, bytes, grid, threads, shared_bytes, cluster, apart, early, rank);
   } catch (const std::bad_alloc&) {
     return 0;
   }

@@ -226,7 +226,7 @@ struct Scheduler {
   // ---- the run
   int32_t run(uint64_t max_turns, uint64_t until_ns);
   uint64_t launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads, uint32_t shared_bytes,
-                  uint32_t cluster, bool early, uint32_t rank);
+                  uint32_t cluster, bool apart, bool early, uint32_t rank);
   void remove(Launch& launch);  // stops it wherever it stands
   void finish_launch(Launch& launch, int32_t state);
   Launch* find(uint64_t id);

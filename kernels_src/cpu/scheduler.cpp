@@ -108,14 +108,14 @@ uint64_t Scheduler::now() const { return virtual_time ? clock : monotonic_ns(); 
 // ---- launches
 
 uint64_t Scheduler::launch(void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid, uint32_t threads,
-                           uint32_t shared_bytes, uint32_t cluster, bool early, uint32_t rank) {
+                           uint32_t shared_bytes, uint32_t cluster, bool apart, bool early, uint32_t rank) {
   const uint64_t id = next_launch++;
   Launch& l = *launches.emplace(id, std::make_unique<Launch>()).first->second;
   l.id = id, l.begin = ++turn, l.rank = rank, l.grid = grid, l.threads = threads, l.entry = entry, l.live_ctas = grid;
   l.early = early, l.cluster = cluster, l.clusters.resize(grid / cluster);
-  // Clusters of a kernel that may begin early need not be resident at once (KernelSpec.clusters_are_apart). So there is room for all of them, or for some.
+  // Where clusters need not be resident at once (KernelSpec.clusters_are_apart), there is room for all of them, or for some.
   l.clusters_begun = grid / cluster;
-  if (early && cluster > 1 && chance(2)) l.clusters_begun = 1 + random() % l.clusters_begun;
+  if (apart && chance(2)) l.clusters_begun = 1 + random() % l.clusters_begun;
   ++running;
   try {
     l.parameters = std::aligned_alloc(kSharedAlignment, (bytes / kSharedAlignment + 1) * kSharedAlignment);

@@ -25,17 +25,14 @@ class KernelSpec:
     folder: Path | None = dataclasses.field(default=None, repr=False)  # where the header is, if not in kernels_src/ops; may differ by rank
     cluster: int = 1  # CTAs of a cluster; Config::kCluster where there are several
     # True: may begin while the kernel before it on its stream still runs, and waits by itself for what that writes (ptx::wait_for_grids).
-    # Its CTAs then need not be resident at once, so none of them may wait for one that was launched after it.
     early: bool = False
-
-    @property
-    def clusters_are_apart(self) -> bool:
-        """Whether CTAs wait for those of their own cluster only, so that clusters need not be resident at once: as in a world of one."""
-        return self.early and self.cluster > 1
+    # True: CTAs wait for those of their own cluster only, so that there may be more clusters than are resident at once.
+    clusters_are_apart: bool = False
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.constants, self.threads, self.shared_bytes, self.parameter_bytes, self.cluster, self.early))
+        sizes = self.threads, self.shared_bytes, self.parameter_bytes, self.cluster
+        return hash((self.name, self.constants, *sizes, self.early, self.clusters_are_apart))
 
     def __hash__(self) -> int:
         return self._hash  # asked for with every new size of a call

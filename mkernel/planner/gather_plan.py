@@ -115,7 +115,8 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         more |= {"kNarrow": 1} if self.swapped and not several and (self.packets or self.problem.topology.size == 1) else {}
         more |= {"kColumns": self.swapped_columns} if self.wide else {}
         more |= {"kAlternates": 1} if self.tiles_at_once > 1 else {}
-        return self.spec_with(OP, PARAMETER_BYTES, self.ctas_together * self.cluster_k, alone=1, **more)
+        apart = not may_share or self.cluster_k > 1  # who adds up shares waits for those who multiply them
+        return self.spec_with(OP, PARAMETER_BYTES, more, self.ctas_together * self.cluster_k, early=True, apart=apart)
 
     @derived
     def may_be_low(self) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from mkernel.jit.spec import KernelSpec
@@ -195,15 +196,17 @@ class GemmPlan(Generic[Problem]):
         """How many stages a call has of whose tiles so many rows are loaded."""
         return self.tile.low_stages if self.may_be_low and load_rows <= BLOCK_M // 2 else self.tile.stages
 
-    def spec_with(self, name: str, parameter_bytes: int, cluster: int = 1, alone: int = 0, **more: int) -> KernelSpec:
+    def spec_with(
+        self, name: str, parameter_bytes: int, more: Mapping[str, int], cluster: int = 1, early: bool = False, apart: bool = False
+    ) -> KernelSpec:
         """The kernel of this plan, in clusters of so many CTAs; ``more``: constants beside those of every op.
 
-        ``alone``: 1 if its CTAs, in a world of one, wait for none of another cluster, and it touches no memory before ``compute_role``.
+        In a world of one: ``early`` if it touches no memory before ``compute_role``, ``apart`` if no CTA waits for one of another cluster.
         """
         ctas = tuple(self.fields[2:5])
         if "split" not in self.specialize:
             ctas = tuple(min(number, 1) for number in ctas)  # which roles there are
-        return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, cluster, alone, tuple(more.items()))
+        return _spec(self.problem, self.tile, self.specialize, ctas, name, parameter_bytes, cluster, early, apart, tuple(more.items()))
 
     @derived
     def fields(self) -> tuple[int, int, int, int, int, int]:
@@ -249,7 +252,8 @@ def _spec(
     name: str,
     parameter_bytes: int,
     cluster: int,
-    alone: int,
+    early: bool,
+    apart: bool,
     more: tuple[tuple[str, int], ...],
 ) -> KernelSpec:
     """Calls of many sizes have the same kernel. But for what is specialized, it depends on the world, the operands and the tile."""
@@ -265,8 +269,16 @@ def _spec(
         "kNumNodes": problem.topology.num_nodes,
         "kRanksPerNode": problem.topology.ranks_per_node,
     }
-    early = alone != 0 and problem.topology.size == 1  # of several ranks a kernel that waits would take SMs from what others wait for
-    return KernelSpec(name, (*constants.items(), *more), THREADS, tile.shared_bytes, parameter_bytes, cluster=cluster, early=early)
+    alone = problem.topology.size == 1  # of several ranks a kernel that waits would take SMs from what others wait for
+    sizes = THREADS, tile.shared_bytes, parameter_bytes
+    return KernelSpec(
+        name,
+        (*constants.items(), *more),
+        *sizes,
+        cluster=cluster,
+        early=alone and early,
+        clusters_are_apart=alone and apart and cluster > 1,
+    )
 
 
 def digest_of(plan: object) -> int:

@@ -106,7 +106,7 @@ class MoeDispatchGemmPlan(GemmPlan[MoeDispatchGemmProblem]):
             "kGated": int(problem.gated),
             "kRowsPerPiece": rows_per_piece(problem.row_bytes),
         }
-        spec = self.spec_with(OP, PARAMETER_BYTES, **constants)
+        spec = self.spec_with(OP, PARAMETER_BYTES, constants)
         return dataclasses.replace(spec, shared_bytes=spec.shared_bytes + table_bytes(problem.experts))
 
     @functools.cached_property

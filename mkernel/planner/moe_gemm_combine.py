@@ -75,7 +75,7 @@ class MoeGemmCombinePlan(GemmPlan[MoeGemmCombineProblem]):
             "kWarps": WARPS,
             "kRowsPerPiece": rows_per_piece(combined.row_bytes),
         }
-        spec = self.spec_with(OP, PARAMETER_BYTES, **more)
+        spec = self.spec_with(OP, PARAMETER_BYTES, more)
         return dataclasses.replace(spec, shared_bytes=spec.shared_bytes + table_bytes(combined.experts))
 
     @property

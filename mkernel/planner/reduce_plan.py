@@ -134,7 +134,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         more |= {"kShares": int(self.shares > 1), "kLow": int(self.may_be_low)} if self.packets else {}
         more |= {"kClusterN": self.cluster_n} if self.cluster_n > 1 else {}
         more |= {"kSwapped": 1, "kHeights": bits_of(self.heights)} if self.swapped else {}
-        return self.spec_with(name, PARAMETER_BYTES, self.ctas_together, alone=1, **more)
+        return self.spec_with(name, PARAMETER_BYTES, more, self.ctas_together, early=True, apart=True)
 
     @property
     def arguments(self) -> dict[str, int]:

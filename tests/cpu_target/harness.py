@@ -30,9 +30,11 @@ def load(
     cluster: int = 1,
     ctas: int = CTAS,
     early: bool = False,
+    apart: bool = False,
     **constants: int,
 ) -> CpuKernel:
-    spec = KernelSpec(name, tuple(constants.items()), threads, shared, ctypes.sizeof(parameters), cluster=cluster, early=early)
+    sizes = threads, shared, ctypes.sizeof(parameters)
+    spec = KernelSpec(name, tuple(constants.items()), *sizes, cluster=cluster, early=early, clusters_are_apart=apart)
     return CpuKernel(spec, compiler.compile(spec, include=(KERNELS,)), ctas)
 
 

@@ -70,9 +70,9 @@ def test_a_launch_has_whole_clusters() -> None:
 _Room = structure("begun", "out", "waits", "timeout_ns")
 
 
-def begun(seed: int, *, waits: bool, early: bool, cluster: int = 2, timeout_ns: int = 10**11) -> Any:
+def begun(seed: int, *, waits: bool, apart: bool, early: bool = True, cluster: int = 2, timeout_ns: int = 10**11) -> Any:
     """How many of eight CTAs had begun when each of them ended. ``waits``: for all, as long as ``timeout_ns``."""
-    kernel = load("room", _Room, threads=32, cluster=cluster, early=early)
+    kernel = load("room", _Room, threads=32, cluster=cluster, early=early, apart=apart)
     counter, out = aligned(1, np.uint64), aligned(8, np.uint64)
     parameters: Any = _Room(counter.ctypes.data, out.ctypes.data, int(waits), timeout_ns)
     CpuBackend(seed=seed).launch(kernel, 0, 8, bytes(parameters))
@@ -82,13 +82,13 @@ def begun(seed: int, *, waits: bool, early: bool, cluster: int = 2, timeout_ns: 
 
 def test_clusters_that_are_apart_may_have_to_wait_for_room() -> None:
     """So a kernel whose CTAs wait for all is found, if it says that its clusters need not be resident at once."""
-    found = [begun(seed, waits=True, early=True, timeout_ns=10**7) for seed in range(12)]
+    found = [begun(seed, waits=True, apart=True, timeout_ns=10**7) for seed in range(12)]
     assert any((out < 8).any() for out in found), "in none of 12 runs some CTA waited for one that had no room"
-    alone = [int(begun(seed, waits=False, early=True)[:2].max()) for seed in range(12)]
+    alone = [int(begun(seed, waits=False, apart=True)[:2].max()) for seed in range(12)]
     assert 2 in alone, "there is room for a single cluster"
 
 
-@pytest.mark.parametrize(("early", "cluster"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("early", "cluster"), [(False, 2), (True, 2), (True, 1)])
 def test_other_ctas_are_all_resident(early: bool, cluster: int) -> None:
     for seed in _SEEDS:
-        assert (begun(seed, waits=True, early=early, cluster=cluster) == 8).all()
+        assert (begun(seed, waits=True, apart=False, early=early, cluster=cluster) == 8).all()

@@ -82,6 +82,15 @@ def test_clusters_of_all_gpcs_begin_with_a_tile_each(
     assert wrong == []
 
 
+@pytest.mark.parametrize("clusters", [(2, 1), (1, 2)])
+def test_clusters_that_share_k_in_packets_are_all_resident(rng: np.random.Generator, clusters: tuple[int, int]) -> None:
+    """They wait for each other. For others of a world of one there may be no room (here in every second launch), until some have ended."""
+    case = Case("bfloat16", 520, 72, tiling=Tiling(64, 1, 3, clusters[0], None, clusters[1]))
+    for seed in rng.integers(1 << 30, size=4):
+        ((wrong, _),) = ranks(checked_bits, "1x1", case, int(seed), (64, 129), seed=int(seed))
+        assert wrong == []
+
+
 @pytest.mark.parametrize("op", ["allgather_gemm", REDUCE_SCATTER, ALLREDUCE])
 @pytest.mark.parametrize("world", ["1x2", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_all_leave_where_a_rank_does_not_come(request: pytest.FixtureRequest, world: str, op: str) -> None:

@@ -258,7 +258,7 @@ class AllGatherGemm(Gemm):
 
     ``tile_rows``: of swapped operands; 0: they are not. ``block_m``: how high those tiles are instead, where not 0. ``columns``: of those
     tiles; 64 only with packets. ``tiles_at_once``: 2, the warpgroups have them in turn, in a world of one; and ``cluster_k``: CTAs of a
-    cluster that share K there.
+    cluster that share K there. ``shares``: of K of a tile, by CTAs or clusters.
     """
 
     op: ClassVar[str] = "allgather_gemm"
@@ -269,6 +269,7 @@ class AllGatherGemm(Gemm):
     columns: int = 128
     tiles_at_once: int = 1
     cluster_k: int = 1
+    shares: int = 1
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -301,6 +302,9 @@ class AllGatherGemm(Gemm):
         in_turn = world.size == 1 and self.tile_rows > 0 and self.columns == 128 and rng.random() < _PAIRED
         turns = dataclasses.replace(self, tiles_at_once=2, block_m=80 if self.block_m else 0) if in_turn else self
         found = super(AllGatherGemm, turns)._perhaps_paired(rng, world)
+        shared = _PAIRED if found.together == 1 else 0.5  # in clusters, a few of all calls
+        if not self.packets and not self.tile_rows and world.num_nodes == 1 and self.k > 64 and rng.random() < shared:
+            return dataclasses.replace(found, shares=rng.randint(2, min(4, -(-self.k // 64))))
         if self.packets == 0 or found.together == 1:
             return found
         return dataclasses.replace(found, split=rng.choice((None, mk.Split(compute=found.together))))
@@ -309,6 +313,8 @@ class AllGatherGemm(Gemm):
     def tiling(self) -> Tiling | None:
         if self.cluster_k > 1:
             return Tiling(cluster_k=self.cluster_k)
+        if self.shares > 1:
+            return Tiling(shares=self.shares, cluster=self.cluster, cluster_n=self.cluster_n)
         if not self.packets and not self.tile_rows:
             return super().tiling
         width = 64 if self.packets == 2 else self.columns if self.columns != 128 else None

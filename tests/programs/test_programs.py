@@ -149,6 +149,10 @@ def test_everything_is_drawn() -> None:
     assert {(call.op, call.shares > 1) for call in in_packets} == {
         (op, shared) for op in ("gemm_reduce_scatter", "gemm_allreduce") for shared in (False, True)
     }
+    alone = Topology(1, 1)
+    gathers = [AllGatherGemm.draw(random.Random(seed), alone, Limits(), "chunks") for seed in range(400)]
+    kinds = {(call.shares > 1, call.together > 1) for call in gathers if calls.fits(call, alone, 8)}
+    assert kinds == {(shared, together) for shared in (True, False) for together in (True, False)}
     assert {(call.dtype, call.transposed) for call in drawn} == {(d, t) for d in ("bfloat16", "float16") for t in (True, False)}
     assert {call.rows == 0 for call in drawn} == {call.split is None for call in drawn} == {True, False}
     assert {place for step in steps for place in step.places} == {"heap", "ordinary"}

@@ -30,7 +30,9 @@ class SchedulerLibrary:
         u64, u32, i32, p, text = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
         self.create = self._function(library, "create", p, u64, ctypes.c_bool)
         self.destroy = self._function(library, "destroy", None, p)
-        self.launch = self._function(library, "launch", u64, p, p, text, ctypes.c_size_t, u32, u32, u32, u32, ctypes.c_bool, u32)
+        self.launch = self._function(
+            library, "launch", u64, p, p, text, ctypes.c_size_t, u32, u32, u32, u32, ctypes.c_bool, ctypes.c_bool, u32
+        )
         self.hold = self._function(library, "hold", None, p, u64, u32, u32, u64)
         self.end_hold = self._function(library, "end_hold", ctypes.c_bool, p)
         self.run = self._function(library, "run", i32, p, u64, u64)
@@ -107,7 +109,8 @@ class Scheduler:
         if len(parameters) != spec.parameter_bytes:
             raise ArgumentError("parameters", f"{len(parameters)} bytes", f"{spec.name} takes {spec.parameter_bytes}")
         shape = (grid, spec.threads, spec.shared_bytes)
-        launch: int = self.library.launch(self.handle, kernel.entry, parameters, len(parameters), *shape, spec.cluster, spec.early, rank)
+        clusters = spec.cluster, spec.clusters_are_apart
+        launch: int = self.library.launch(self.handle, kernel.entry, parameters, len(parameters), *shape, *clusters, spec.early, rank)
         if not launch:
             raise Error("target cpu cannot launch {}: {} CTAs of {} threads with {} bytes of shared memory each".format(spec.name, *shape))
         return launch
