@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mkernel.bench.stats import Measurement, tera
 from mkernel.tools.table import format_table
 
-__all__ = ["ALONE", "ENGINE", "FUSED", "GRAPH", "MODES", "SCHEMA", "SOLO", "TUNED", "Report", "Row", "render", "told"]
+__all__ = ["ALONE", "ENGINE", "FUSED", "GRAPH", "MODES", "SCHEMA", "SOLO", "TUNED", "Report", "Row", "render", "rivals", "told"]
 
 SCHEMA = 1
 MODES = ("isolated", "back-to-back")
@@ -210,9 +210,15 @@ def _contestants(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys([FUSED, *(name for row in rows for name in row.times)]))
 
 
-def _others(contestants: Iterable[str]) -> list[str]:
-    """Names whose back-to-back time has a column: compute alone and the engine alone are floors, not contestants."""
-    return [name for name in contestants if name not in (FUSED, ALONE, ENGINE, SOLO)]
+def rivals(contestants: Collection[str]) -> list[str]:
+    """The names that are not ours and no floors; where there are none, as in a world of one, compute alone."""
+    found = [name for name in contestants if not name.startswith(FUSED) and name not in (ALONE, ENGINE, SOLO)]
+    return found or ([ALONE] if ALONE in contestants else [])
+
+
+def _others(contestants: Collection[str]) -> list[str]:
+    """Names whose back-to-back time has a column: not those of floors."""
+    return [name for name in contestants if name == TUNED or name in rivals(contestants)]
 
 
 def _has_graphs(rows: Iterable[Row]) -> bool:

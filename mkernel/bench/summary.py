@@ -7,19 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mkernel.bench.baselines import NCCL
-from mkernel.bench.report import ALONE, ENGINE, FUSED, GRAPH, MODES, SOLO, Report, Row
+from mkernel.bench.report import FUSED, GRAPH, MODES, Report, Row, rivals
 from mkernel.runtime.pictures import svg
 
 __all__ = ["plot", "ratio", "slower_than", "summarize"]
 
 _WIDTH, _HEIGHT, _FONT, _TITLE_FONT, _EDGE = 910, 420, 11, 13, 48
 _COLOURS = dict(zip((*MODES, GRAPH), ("#4c78a8", "#f58518", "#54a24b"), strict=True))
-
-
-def rivals(row: Row) -> list[str]:
-    """The contestants that are not ours. In a world of one that is the product alone."""
-    found = [name for name in row.times if not name.startswith(FUSED) and name not in (ALONE, ENGINE, SOLO)]
-    return found or ([ALONE] if ALONE in row.times else [])
 
 
 def ratio(row: Row, mode: str, others: Sequence[str]) -> float | None:
@@ -31,7 +25,11 @@ def ratio(row: Row, mode: str, others: Sequence[str]) -> float | None:
 
 def _first(row: Row) -> list[str]:
     """The rival that targets are set against."""
-    return [NCCL] if NCCL in row.times else rivals(row)[:1]
+    return [NCCL] if NCCL in row.times else _rivals(row)[:1]
+
+
+def _rivals(row: Row) -> list[str]:
+    return rivals(row.times)
 
 
 def slower_than(row: Row, limit: float) -> bool:
@@ -42,9 +40,9 @@ def slower_than(row: Row, limit: float) -> bool:
 def summarize(report: Report) -> Iterator[str]:
     """Lines for people: geometric mean, worst, how many are slower, against NCCL+cuBLAS and against the best; how far predictions were."""
     modes = [mode for mode in (*MODES, GRAPH) if any(mode in times for row in report.rows for times in row.times.values())]
-    several = any(len(rivals(row)) > 1 for row in report.rows)
+    several = any(len(_rivals(row)) > 1 for row in report.rows)
     for mode in modes:
-        for what, others_of in (("", _first), ("the best baseline", rivals)) if several else (("", _first),):
+        for what, others_of in (("", _first), ("the best baseline", _rivals)) if several else (("", _first),):
             found = [(value, row) for row in report.rows if (value := ratio(row, mode, others_of(row))) is not None]
             if len(found) > 1:
                 mean = math.exp(math.fsum(math.log(value) for value, _ in found) / len(found))

@@ -16,7 +16,7 @@ from mkernel.bench.cases import Case, ops
 from mkernel.bench.cases.base import tilings_of
 from mkernel.bench.peers import fresh_seed, gather, worst_reason
 from mkernel.bench.puts import PutsPlan, puts
-from mkernel.bench.report import ALONE, ENGINE, FUSED, GRAPH, MODES, SOLO, TUNED, Report, Row, told
+from mkernel.bench.report import ALONE, ENGINE, FUSED, GRAPH, MODES, SOLO, TUNED, Report, Row, rivals, told
 from mkernel.bench.stats import LINK_GB_PER_S, Measurement, milliseconds, slowest
 from mkernel.bench.summary import slower_than
 from mkernel.bench.timing import BATCH, CudaTiming, open_timing, require_speed
@@ -33,7 +33,6 @@ __all__ = ["Settings", "measure"]
 
 _FEWEST_SAMPLES = 3
 _LEAST_SECONDS, _USUAL_FLOPS = 30e-6, 500e12  # of a call, for guesses
-_FLOORS = (ALONE, ENGINE)  # which are no contestants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +269,7 @@ class _Measurer:
         for name in contestants:
             row.times[name] = {mode: self._slowest(taken[name, mode]) for mode in modes}
             row.host[name] = self._slowest([timed(name, self.timing.host, count)], unit="us")
-            if self.settings.graph and name not in _FLOORS:
+            if self.settings.graph and (name in ours or name in rivals(contestants)):
                 self._add_graph(row, name, functools.partial(timed, name, self.timing.replayed, count), name in ours)
         return worst
 

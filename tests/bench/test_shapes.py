@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 
 from mkernel import env
 from mkernel.bench import command
+from mkernel.bench.baselines import NoBaselines
 from mkernel.bench.cases import ops
-from mkernel.bench.report import FUSED, GRAPH, Report, Row, render
+from mkernel.bench.report import ALONE as COMPUTE
+from mkernel.bench.report import FUSED, GRAPH, MODES, Report, Row, render
 from mkernel.bench.shapes import MODELS, ROWS
 from mkernel.bench.stats import slowest
 from mkernel.bench.summary import plot, ratio, slower_than, summarize
@@ -115,6 +119,18 @@ def test_graphs_are_a_mode_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert "graph fused" in render(report)
     assert Report.from_json(report.to_json()) == report
     assert "graph fused" not in render(measure(World(), settings()))
+
+
+def test_what_a_world_of_one_is_compared_with_has_all_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def matmul(_: NoBaselines, sets: Sequence[tuple[Any, Any, Any]]) -> list[Callable[[], Any]]:
+        return [functools.partial(np.matmul, a.astype(np.float32), b.astype(np.float32)) for a, b, _ in sets]
+
+    stand_in(monkeypatch)
+    monkeypatch.setattr(NoBaselines, "matmul", matmul)
+    report = measure(World(), settings(graph=True))
+    assert all(set(row.times[COMPUTE]) == {*MODES, GRAPH} for row in report.rows)
+    assert {f"{mode}{COMPUTE}" for mode in ("", "b2b ", "graph ")} <= set(re.split(r" {2,}", render(report).splitlines()[3]))
+    assert [line.split(",")[0] for line in summarize(report) if COMPUTE in line] == [*MODES, GRAPH]
 
 
 # ---- what many rows come to
