@@ -10,7 +10,7 @@ namespace mkernel {
 
 struct Tiles : GroupTiles<Tiles> {
   using GroupTiles::GroupTiles;
-  static constexpr bool kStoresRows = Shape::kSwapped;
+  static constexpr bool kStoresRows = Shape::kSwapped, kKeepsOwn = Config::kTwoShot != 0;
   MK_DEVICE uint32_t all_rows() const { return p.rows; }
   MK_DEVICE uint32_t first_row() const { return 0; }
   MK_DEVICE void store(const Entered& entered, const TileCoordinate& c, uint32_t panel, uint32_t warpgroup, const char* smem) const {
@@ -97,8 +97,8 @@ struct Tiles : GroupTiles<Tiles> {
         values[i] += low, values[i + 1] += high;
       };
       const auto place = [&](uint32_t source) { return groups_at(entered, rank, source * blocks() + block); };
-      constexpr uint32_t kLooks = kWorldSize == 2 ? 2 : together(Values, kWorldSize);
-      if (!take_groups<kLooks>(entered, values, kWorldSize, groups, at, [](uint32_t s) { return s; }, place, add)) return;
+      if (!take_groups<together(Values, kWorldSize)>(entered, values, kWorldSize, groups, at, [](uint32_t s) { return s; }, place, add))
+        return;
     } else {
       const uint32_t sums = kWorldSize * owned_blocks() + block;
       if (owner != rank) {

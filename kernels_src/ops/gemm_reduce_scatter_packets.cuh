@@ -12,7 +12,7 @@ struct Tiles : GroupTiles<Tiles> {
   using GroupTiles::GroupTiles;
   MK_DEVICE uint32_t all_rows() const { return p.rows * kWorldSize; }
   MK_DEVICE uint32_t first_row() const { return p.rows * p.world.rank; }
-  static constexpr bool kStoresRows = true;
+  static constexpr bool kStoresRows = true, kKeepsOwn = true;
   MK_DEVICE void store(const Entered&, const TileCoordinate&, uint32_t, uint32_t, const char*) const {}
 
   // Packets of a row of this rank's result, by (source, column of tiles, slice, packet of a row, row, lane of four).

@@ -10,6 +10,7 @@ namespace mkernel {
 
 constexpr uint32_t kGroupRows = 16, kGroupValues = 8;                                                 // values of a thread
 constexpr uint32_t kTileGroups = Config::kBlockN / kGroupRows, kSliceGroups = (kTileGroups + 1) / 2;  // at most
+constexpr uint32_t kSliceValues = (kSliceGroups + 1) / 2 * 2 * kGroupValues;                          // two groups are added up at a time
 // Groups that a thread adds up at a time, and of how many ranks it looks at packets together: registers are also for the groups that are left.
 constexpr uint32_t kTakenGroups = 4, kTakenRanks = 2;
 constexpr uint32_t kColumnWarps = Shape::kColumns / kWarpRows;
@@ -32,7 +33,7 @@ struct GroupPlace {
 };
 
 // Derived has, beside what PacketTiles wants, send_values(entered, d, groups, at) and finish_values(entered, values, groups, at), which stores the result;
-// `at` is the group with which d, or values, begins.
+// `at` is the group with which d, or values, begins. bool kKeepsOwn: values are the own ones; else any, because they have been sent, too.
 template <class Derived>
 struct GroupTiles : PacketTiles<Derived> {
   using Base = PacketTiles<Derived>;
@@ -57,37 +58,39 @@ struct GroupTiles : PacketTiles<Derived> {
     if (begin >= end) return;
     Groups groups = groups_of(c);
     groups.begin = groups.first + begin / 2, groups.end = groups.first + (end + 1) / 2;
-    float values[kSliceGroups * kGroupValues];
+    float values[kSliceValues] = {};
     ptx::Words* from = shared.packets_of(this->share_packets(entered), c);
-#pragma unroll
-    for (uint32_t i = 0; i < kSliceGroups * kGroupValues; i += 16) {
-      float sum[4][kPacketWords] = {};
-      const uint32_t packet = begin + i / kPacketWords;
+#pragma unroll 1
+    for (uint32_t packet = begin; packet < begin + kSliceValues / kPacketWords; packet += kPacketWords) {
+      float sum[kPacketWords][kPacketWords] = {};
       if (packet < end && !ptx::all_of_warp(shared.template add_columns<4, 4>(entered, from, packet, end, sum))) return;
-#pragma unroll
-      for (uint32_t j = 0; j < 16; ++j) values[i + j] = sum[j / kPacketWords][j % kPacketWords];
+      Base::append(values, sum);
     }
     exchange_groups(entered, values, groups, groups.begin);
   }
-  // Groups of d, which begins with number `at`: all are sent before any is waited for. Between two ranks a look may be at as many groups as half of the
-  // highest tile has, if there are no more.
+  // Groups of d, which begins with number `at`: all are sent before any is waited for. They are then finished some at a time, in a loop, because what is
+  // done with them is long, and SMs have to fetch it; those that are left move to the front.
   template <uint32_t Values>
   MK_DEVICE void exchange_groups(const Entered& entered, const float (&d)[Values], const Groups& groups, uint32_t at) const {
-    constexpr uint32_t kMost = Values / kGroupValues;
+    constexpr uint32_t kMost = Values / kGroupValues, kGroups = kTakenGroups < kMost ? kTakenGroups : kMost;
+    constexpr uint32_t kCount = kGroups * kGroupValues;
+    constexpr uint32_t kLeft = Derived::kKeepsOwn ? (kMost - kGroups) * kGroupValues : 0;
     derived().send_values(entered, d, groups, at);
-    if constexpr (kWorldSize == 2 && kMost >= kSliceGroups) {
-      if (groups.end - at <= kSliceGroups) return finish<0, kSliceGroups, kSliceGroups>(entered, d, groups, at);
-    }
-    finish<0, kTakenGroups, kMost>(entered, d, groups, at);
-  }
-  template <uint32_t From, uint32_t Count, uint32_t Most, uint32_t Values>
-  MK_DEVICE void finish(const Entered& entered, const float (&d)[Values], const Groups& groups, uint32_t at) const {
-    if (at + From >= groups.end) return;
-    float values[Count * kGroupValues];  // copies, by instructions: see PacketTiles::exchange
+    float values[kCount], left[kLeft + 1];
+    if constexpr (Derived::kKeepsOwn) {  // copies, by instructions: see PacketTiles::exchange
 #pragma unroll
-    for (uint32_t i = 0; i < Count * kGroupValues; ++i) values[i] = ptx::from_bits(ptx::bits(d[From * kGroupValues + i]));
-    derived().finish_values(entered, values, groups.between(at + From, at + From + Count), at + From);
-    if constexpr (From + Count < Most) finish<From + Count, Count, Most>(entered, d, groups, at);
+      for (uint32_t i = 0; i < kCount; ++i) values[i] = ptx::from_bits(ptx::bits(d[i]));
+#pragma unroll
+      for (uint32_t i = 0; i < kLeft; ++i) left[i] = ptx::from_bits(ptx::bits(d[kCount + i]));
+    }
+#pragma unroll 1
+    for (uint32_t from = at; from < groups.end; from += kGroups) {
+      derived().finish_values(entered, values, groups.between(from, from + kGroups), from);
+#pragma unroll
+      for (uint32_t i = 0; i < kCount && i < kLeft; ++i) values[i] = left[i];
+#pragma unroll
+      for (uint32_t i = kCount; i < kLeft; ++i) left[i - kCount] = left[i];
+    }
   }
 
   // ---- values and packets

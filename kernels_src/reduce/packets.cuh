@@ -128,22 +128,28 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   MK_DEVICE void send_share(const Entered& entered, const float (&d)[Shape::kHeld], const TileCoordinate& c) const {
     shares().send(share_packets(entered), d, c, Shape::kSwapped ? load_rows(c) : rows_of(c));
   }
+  // Moves all values to the front, whose first ones go, and puts sums behind them. In a loop, so that its code is there once.
+  template <uint32_t Values>
+  MK_DEVICE static void append(float (&values)[Values], const float (&sum)[kPacketWords][kPacketWords]) {
+    constexpr uint32_t kSummed = kPacketWords * kPacketWords, kOthers = Values - kSummed;
+#pragma unroll
+    for (uint32_t i = 0; i < kOthers; ++i) values[i] = values[i + kSummed];
+#pragma unroll
+    for (uint32_t i = 0; i < kSummed; ++i) values[kOthers + i] = sum[i / kPacketWords][i % kPacketWords];
+  }
   // Adds up a slice, exchanges it, and stores what is this rank's of it. All of it is sent before anything is waited for.
   MK_DEVICE void add_shares(const Entered& entered, const TileCoordinate& c) const {
     const KShares shared = shares();
     const uint32_t begin = shared.first_packet(c.share), end = shared.first_packet(c.share + 1);  // a word of each row has come with each
     const Item item = item_of(c, (end - begin + kPacketWords - 1) / kPacketWords);
     if (item.warp * kWarpRows >= rows_of(c) || begin == end) return;
-    float d[kValues];
+    float d[kValues] = {};
     ptx::Words* from = shared.packets_of(share_packets(entered), c);
-#pragma unroll
-    for (uint32_t i = 0; i < kPackets; ++i) {
+#pragma unroll 1
+    for (uint32_t packet = begin; packet < begin + kPackets * kPacketWords; packet += kPacketWords) {
       float sum[kPacketWords][kPacketWords] = {};  // of columns that the slice does not have any numbers: they fill up a packet
-      const uint32_t packet = begin + i * kPacketWords;
       if (packet < end && !shared.add_four(entered, from, packet, end, sum)) return;
-#pragma unroll
-      for (uint32_t j = 0; j < kPacketWords * kPacketWords; ++j)
-        d[i * kPacketWords * kPacketWords + j] = sum[j / kPacketWords][j % kPacketWords];
+      append(d, sum);
     }
     derived().exchange_values(entered, d, item);
     store_rows(d, c, item, begin, end);

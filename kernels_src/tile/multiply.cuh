@@ -340,6 +340,8 @@ MK_DEVICE void multiply_tiles(const Call& call, const Op& op, GemmStorage<Config
         if (const MaybeEntered entered = storage.entries.pass(call)) op.exchange(*entered, d, c);
       }
       if constexpr (Op::kStoresRows) {
+#pragma unroll
+        for (float& e : d) e = ptx::any_value();  // what is left to exchange has their registers
         if (traces) trace.end(abi::kTraceTile, tile);
         continue;
       }
