@@ -6,12 +6,16 @@ import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mkernel import env
 from mkernel.jit.headers import kernels_src
+from mkernel.planner.gather_plan import AllGatherGemmProblem
+from mkernel.planner.machine import H200
 from mkernel.planner.ring_attention import make_plan
 from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
 from mkernel.planner.topology import Topology
@@ -182,6 +186,13 @@ def test_tilings_say_how_far_the_choice_is_from_the_best() -> None:
     del found[0][0], found[1][0]
     assert tilings.summary(found)[:-1] == modes[1::2], "shapes with tilings of their own have no old one"
     assert tilings.summary([]) == []
+
+
+def test_what_is_ranked_is_of_the_rows_of_the_call() -> None:
+    """Not of its class, whose plans have other numbers of tiles: 4783 rows are in that of 4864."""
+    problem = AllGatherGemmProblem(Topology(1, 1), 512, 4864, "bfloat16", True)
+    alone: Any = types.SimpleNamespace(world=types.SimpleNamespace(backend=types.SimpleNamespace(sm_count=132), machine=H200))
+    assert len(tilings.Rank._ranked(alone, "allgather_gemm", types.SimpleNamespace(problem=problem, rows=4783), 3)) == 3
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ class Rank:
         known, sms = find(op).tilings, self.world.backend.sm_count
         found: list[Choice] = []
         for one in ranked(case.problem, case.rows, sms, self.world.machine):
-            plan = one.plan
+            plan = one.plan.of_rows(case.rows)  # not of its class
             fields = {
                 "block_n": (plan.columns if getattr(plan, "narrow", False) else None) if getattr(plan, "swapped", 0) else plan.tile.block_n,
                 "span": getattr(plan, "span", None),
