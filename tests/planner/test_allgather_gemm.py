@@ -6,6 +6,7 @@ The kernel's own copy of the schedule is compared in tests/ops/test_mirror.py.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -23,7 +24,7 @@ from mkernel.planner.pushing import default_split
 from mkernel.planner.spans import spans_of
 from mkernel.planner.specialize import parse
 from mkernel.planner.split import Split, SplitError
-from mkernel.planner.tiling import Tiling
+from mkernel.planner.tiling import Tiling, TilingError
 from mkernel.planner.topology import Topology
 
 WORLDS = [Topology(nodes * per_node, per_node) for nodes in range(1, 5) for per_node in range(1, 9)]  # up to 4 x 8
@@ -379,6 +380,20 @@ def test_no_more_rows_are_loaded_than_there_are(span: int, rng: np.random.Genera
         assert sizes.last_row == max(0, math.ceil(all_rows / BLOCK_M) - 1)
         assert 0 <= sizes.last_row * BLOCK_M + sizes.tail_rows - all_rows < 16 or all_rows == 0
         assert sizes.tail_rows % 16 == 0 < sizes.tail_rows <= BLOCK_M
+
+
+@pytest.mark.parametrize("world", [Topology(1, 1), Topology(2, 2)], ids=label)
+def test_clusters_need_no_room_beside_each_other_where_none_waits_for_another(world: Topology) -> None:
+    """In a world of one, unless they share K in packets: who adds up then waits for those who multiply."""
+    kinds = set()
+    for shares, cluster, cluster_n, cluster_k, tile_rows in itertools.product((1, 3), (1, 2), (1, 2), (None, 2), (None, 2)):
+        asked = Tiling(64, None, None if cluster_k else shares, cluster, None, cluster_n, tile_rows, cluster_k)
+        with contextlib.suppress(SplitError, TilingError):
+            plan = make_plan(AllGatherGemmProblem(world, 136, 4096, "bfloat16", True), 200, 132, tiling=asked)
+            in_packets, together = plan.shares > 1 and plan.cluster_k == 1, plan.ctas_together * plan.cluster_k > 1
+            assert plan.spec.clusters_are_apart == (world.size == 1 and together and not in_packets), plan.describe()
+            kinds.add((in_packets, together))
+    assert kinds == {(shared, together) for shared in (True, False) for together in (True, False)}
 
 
 def test_plans_that_differ_have_other_digests() -> None:
