@@ -97,8 +97,8 @@ constexpr uint64_t kTensorMapMagic = 0x70616d2d7570636dull;
 
 MKC_API void* mkc_create(uint64_t seed, bool virtual_time);
 MKC_API void mkc_destroy(void* scheduler);
-// `cluster`: CTAs of a cluster, of which the grid has a whole number. `apart`: clusters need not be resident at once. `early`: the kernel may begin before others have ended, so that until a thread
-// has called wait_for_grids() it may touch nothing but parameters and shared memory.
+// `cluster`: CTAs of a cluster, of which the grid has a whole number. `apart`: clusters need not be resident at once. `early`: the kernel may begin
+// before others have ended, so that until a thread has called wait_for_grids() it may touch nothing but parameters and shared memory.
 MKC_API uint64_t mkc_launch(void* scheduler, void (*entry)(const void*), const void* parameters, size_t bytes, uint32_t grid,
                             uint32_t threads, uint32_t shared_bytes, uint32_t cluster, bool apart, bool early, uint32_t rank);
 // Holds a CTA of a launch, or each (kEveryCta): it is passed over for so many turns while others can run, each time it has issued so many copies

@@ -77,12 +77,7 @@ struct GroupTiles : PacketTiles<Derived> {
     constexpr uint32_t kLeft = Derived::kKeepsOwn ? (kMost - kGroups) * kGroupValues : 0;
     derived().send_values(entered, d, groups, at);
     float values[kCount], left[kLeft + 1];
-    if constexpr (Derived::kKeepsOwn) {  // copies, by instructions: see PacketTiles::exchange
-#pragma unroll
-      for (uint32_t i = 0; i < kCount; ++i) values[i] = ptx::from_bits(ptx::bits(d[i]));
-#pragma unroll
-      for (uint32_t i = 0; i < kLeft; ++i) left[i] = ptx::from_bits(ptx::bits(d[kCount + i]));
-    }
+    if constexpr (Derived::kKeepsOwn) Base::copy(values, d), Base::copy(left, d, kCount);
 #pragma unroll 1
     for (uint32_t from = at; from < groups.end; from += kGroups) {
       derived().finish_values(entered, values, groups.between(from, from + kGroups), from);

@@ -107,10 +107,17 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   MK_DEVICE ptx::Words* packets_at(const Entered& entered, uint32_t rank) const {
     return reinterpret_cast<ptx::Words*>(shared_signals(entered, rank) + p.partial_offset);
   }
-  MK_DEVICE void exchange(const Entered& entered, float (&d)[Shape::kHeld], const TileCoordinate& c) const {
-    float values[kValues];  // copies, by instructions: else ptxas finds accumulators in use outside wgmma, and serializes it
+  // What there is of d from `first` on, by instructions: else ptxas finds accumulators in use outside wgmma, and serializes it.
+  template <uint32_t To, uint32_t From>
+  MK_DEVICE static void copy(float (&to)[To], const float (&d)[From], uint32_t first = 0) {
 #pragma unroll
-    for (uint32_t i = 0; i < kValues; ++i) values[i] = ptx::from_bits(ptx::bits(d[i]));
+    for (uint32_t i = 0; i < To; ++i) {
+      if (first + i < From) to[i] = ptx::from_bits(ptx::bits(d[first + i]));
+    }
+  }
+  MK_DEVICE void exchange(const Entered& entered, float (&d)[Shape::kHeld], const TileCoordinate& c) const {
+    float values[kValues];
+    copy(values, d);
     const Item item = item_of(c, kPackets);
     if (item.warp < warps()) derived().exchange_values(entered, values, item);
     if constexpr (Derived::kStoresRows) {
@@ -128,7 +135,7 @@ struct PacketTiles : BasicOp<Config, Parameters> {
   MK_DEVICE void send_share(const Entered& entered, const float (&d)[Shape::kHeld], const TileCoordinate& c) const {
     shares().send(share_packets(entered), d, c, Shape::kSwapped ? load_rows(c) : rows_of(c));
   }
-  // Moves all values to the front, whose first ones go, and puts sums behind them. In a loop, so that its code is there once.
+  // Moves all values to the front, whose first ones go, and puts sums behind them: for loops, whose code is there once.
   template <uint32_t Values>
   MK_DEVICE static void append(float (&values)[Values], const float (&sum)[kPacketWords][kPacketWords]) {
     constexpr uint32_t kSummed = kPacketWords * kPacketWords, kOthers = Values - kSummed;

@@ -218,7 +218,8 @@ def rivals(contestants: Collection[str]) -> list[str]:
 
 def _others(contestants: Collection[str]) -> list[str]:
     """Names whose back-to-back time has a column: not those of floors."""
-    return [name for name in contestants if name == TUNED or name in rivals(contestants)]
+    with_column = {TUNED, *rivals(contestants)}
+    return [name for name in contestants if name in with_column]
 
 
 def _has_graphs(rows: Iterable[Row]) -> bool:
