@@ -344,8 +344,10 @@ def _rows_of_tiles(
     may_share = cluster * cluster_n * at_once == 1 and columns_of_tile == SWAPPED_COLUMNS
     most = math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     clusters = max(1, ctas_of_clusters(sm_count, cluster * cluster_n, problem.topology.size == 1) // (cluster * cluster_n))
+    waves = math.ceil(math.ceil(least / cluster) * columns / clusters)
+    filling = waves * clusters // max(1, columns) * cluster  # as low as fit into as many waves
     possible: dict[tuple[int, int], int] = {}  # by height and shares
-    for tile_rows in range(least, least + _MORE_TILE_ROWS):
+    for tile_rows in (*range(least, least + _MORE_TILE_ROWS), max(least, filling)):
         height = height_of(rows, tile_rows, heights)
         taken = math.ceil(math.ceil(rows / height) / cluster) * columns
         fit = max(1, min(clusters // taken, most)) if may_share and taken else 1

@@ -178,6 +178,17 @@ def every_all_reduce_by_the_other_algorithm(problem: ReduceProblem, rows: int, s
             yield plan
 
 
+def lowest_of_as_many_waves(plan: AllGatherGemmPlan | ReducePlan, least: int) -> int:
+    """Rows of tiles of swapped operands that are as low as they can be, and take no more waves than ``least`` rows of them do."""
+    clusters = (plan.split.compute or 1) // plan.ctas_together
+    columns = -(-plan.problem.n // (plan.columns * plan.cluster_n))
+
+    def waves(tile_rows: int) -> int:
+        return -(-(-(-tile_rows // plan.cluster) * columns) // clusters)
+
+    return next(more for more in itertools.count(least) if waves(more + 1) > waves(least))
+
+
 def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem, rows: int, sms: int) -> None:
     """Swapped operands where all rows are one plane: of each kind of cluster the fastest of all heights of tiles is among them."""
     size, all_rows = problem.topology.size, rows * problem.topology.size
@@ -201,13 +212,14 @@ def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem,
         turns = [plan.taken * cluster * cluster_n > (plan.split.compute or 1) for plan in of_kind]
         assert at_once == 1 or all(turns), "some CTA has two tiles"
         may_share = cluster * cluster_n == 1 and (columns, at_once) == (128, 1)
-        assert len(of_kind) <= (16 if may_share else 8)
+        assert len(of_kind) <= (18 if may_share else 9)
         assert all(plan.shares == 1 for plan in of_kind) or may_share
         assert len({(plan.block_rows, plan.shares) for plan in of_kind}) == len(of_kind)
         best = min((predict(plan, H200).seconds for plan in of_kind), default=math.inf)  # type: ignore[union-attr]
         heights = every_height(columns, at_once)
         least = max(cluster, -(-all_rows // heights[-1]))
-        for tile_rows in range(least, least + 8):
+        lowest = lowest_of_as_many_waves(of_kind[0], least) if of_kind else least
+        for tile_rows in (*range(least, least + 8), lowest):
             tiling = Tiling(columns, None, 1, cluster, 1 if size > 1 else None, cluster_n, tile_rows, tiles_at_once=at_once)
             other = replaced(allgather_gemm.make_plan(problem, rows, sms, tiling=tiling), heights=heights)
             several = at_once == 1 or other.taken * cluster * cluster_n > (other.split.compute or 1)
@@ -224,11 +236,11 @@ def check_swapped_sums(found: list[ReducePlan], problem: ReduceProblem, rows: in
     assert all(plan.packets and reduce.fits_packets(plan) and plan.block_rows <= 192 for plan in found)
     for cluster, cluster_n in [(1, 1), *clusters_of(problem, max(all_rows, BLOCK_M + 1))]:
         of_kind = [plan for plan in found if (plan.cluster, plan.cluster_n) == (cluster, cluster_n)]
-        assert len(of_kind) <= (16 if cluster * cluster_n == 1 else 8)
+        assert len(of_kind) <= (18 if cluster * cluster_n == 1 else 9)
         assert all(plan.shares == 1 for plan in of_kind) or cluster * cluster_n == 1
         if of_kind and sms >= 2 * cluster * cluster_n:
             best, least = min(predict(plan, H200).seconds for plan in of_kind), max(cluster, -(-all_rows // 192))  # type: ignore[union-attr]
-            for tile_rows in range(least, least + 8):
+            for tile_rows in (*range(least, least + 8), lowest_of_as_many_waves(of_kind[0], least)):
                 other = reduce.make_plan(problem, rows, sms, tiling=Tiling(None, None, 1, cluster, 1, cluster_n, tile_rows))
                 other = replaced(other, heights=of_kind[0].heights) if other.swapped else other
                 assert not other.swapped or best <= predict(other, H200).seconds, other.describe()  # type: ignore[union-attr]
