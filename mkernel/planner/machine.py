@@ -130,7 +130,7 @@ class Machine:
     boost
         How many times ``sm_flops`` an SM has where few multiply: GPUs that multiply on all SMs are at their power limit.
     load_boost
-        The same of ``sm_load``.
+        How many times ``sm_load`` an SM has where the other one of its TPC loads nothing.
     l2
         From L2 to all SMs together.
     sm_shared
@@ -228,14 +228,13 @@ H200 = Machine(
     slow_after=1e-3,  # fitted: cuBLAS alone of 8192 to 32768, isolated and back to back
     slow_octave=0.021,
     warm=7.2e-3,  # fitted: "fused alone" of docs/benchmarks/*-1x2-*.json, which were taken without rest
-    # Fitted: 166 times of 22 shapes in a world of one (docs/speed_log.md, "Large tiles, taken apart"); sm_shared and l2 before these.
-    sm_load=107e9,
-    boost=1.08,  # and this: fitted to the same times
-    load_boost=1.33,  # fitted: 485 times of 21 shapes in a world of one (docs/speed_log.md, "Loads of small tiles")
+    sm_load=119e9,  # fitted: 398 times of 68 shapes in a world of one (docs/speed_log.md, "Full waves"); sm_shared and l2 before it
+    boost=1.08,  # fitted: 166 times of 22 shapes in a world of one (docs/speed_log.md, "Large tiles, taken apart")
+    load_boost=1.24,  # fitted to the same times as sm_load
     l2=9.7e12,  # not measured: what each slice of L2 gives in the H100, of which there are 96, not 80
     sm_shared=320e9,
     l2_rows=117e9,
-    l2_rows_sectors=70e9,
+    l2_rows_sectors=72e9,
     l2_rows_split=52e9,
     paired=1.0,
     memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8

@@ -121,7 +121,7 @@ def _work(
     machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
     ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, cluster_n: int = 1, stages: int = 0,
     others: int = 0, late: float = 0.0, apart: bool = False, b_row: int = 0,
-    group_m: int = GROUP_M, swapped: bool = False, in_turn: bool = False,
+    group_m: int = GROUP_M, swapped: bool = False, in_turn: bool = False, sharing_k: bool = False,
 ) -> _Work:  # fmt: skip
     """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
@@ -137,7 +137,7 @@ def _work(
     costs = functools.partial(
         tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, cluster_n, from_memory, shallow=shallow,
         apart=apart, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)), there=there,
-        swapped=swapped, in_turn=in_turn,
+        swapped=swapped, in_turn=in_turn, sharing_k=sharing_k,
     )  # fmt: skip
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
@@ -201,6 +201,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
         group_m=plan.group_m,
         swapped=plan.swapped > 0,
         in_turn=plan.tiles_at_once > 1,
+        sharing_k=plan.cluster_k > 1,
     )
     exchange = _sums_of_shares(plan)
     work = work._replace(seconds=work.seconds + exchange)

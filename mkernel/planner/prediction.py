@@ -38,16 +38,19 @@ _NEIGHBOURS = 16
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 # Fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, in whole sectors, and with half a one at either end.
-_SPLIT_ROW, _HALVES = 1.5, 1.65
+_SPLIT_ROW, _HALVES = 1.4, 1.95
 _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
 _SWAPPED = {1: 0.98, 2: 1.03, 4: 1.04}  # fitted: of swapped operands, by CTAs of a cluster;
-_SWAPPED_IN_LINE = 0.98  # and of clusters of four CTAs in one line;
+_SWAPPED_IN_LINE = 0.98  # and of clusters of four CTAs in one line, or of narrow tiles alone;
+_NARROW = 0.95
 # the same of wide tiles, by their columns, and of tiles that warpgroups have in turn
 _WIDE = {192: {1: 1.02, 2: 1.04, 4: 1.07}, 256: {1: 1.04, 2: 1.08, 4: 1.1}}
 _SWAPPED_IN_TURN = {1: 1.0, 2: 1.0, 4: 1.02}
 IN_TURN = 0.3  # fitted: of what a tile costs beside its k steps, where warpgroups have tiles in turn, of all but the last
-# Fitted: what a row takes the SM that others of its cluster load it for, of what one takes that it loads itself.
+# Fitted: what a row takes the SM that others of its cluster load it for, of what a whole line takes that it loads itself.
 _RECEIVED = 0.4
+_SMS_OF_TPC = 2  # as if these took what they load through one port: fitted (docs/speed_log.md, "Full waves")
+_LOAD_BESIDE = 0.9  # fitted: of what an SM takes otherwise, where SMs also move data for other ranks
 # Fitted: how many rows in two lines, in whole sectors, L2 answers, of those that it answers CTAs alone: what neighbours ask for at the same
 # time it reads once, and clusters do not keep step.
 _TOGETHER = {1: 1.0, 2: 0.8, 4: 0.65}  # by CTAs of a cluster
@@ -167,9 +170,12 @@ def _given(blocks: int, whole: int, shared: bool = False) -> int:
     return blocks * (_WARPGROUPS if shared else 1) + -(-blocks // NARROW_COLUMNS) * whole
 
 
-def _taken(own: float, of_tile: int) -> float:
-    """Rows of an operand that an SM takes in a k step, in those that it loads itself: ``own`` of them it does, of ``of_tile``."""
-    return own + _RECEIVED * (of_tile - own)
+def _share_of_load(machine: Machine, active: float, beside: bool) -> float:
+    """What an SM takes of its ``sm_load``: more where no other SM of its TPC loads, as where CTAs are fewer than TPCs."""
+    if beside:
+        return _LOAD_BESIDE
+    shared = min(1.0, max(0.0, _SMS_OF_TPC - machine.sms / active))  # of those that load, how many share a port
+    return 1 / (shared + (1 - shared) / machine.load_boost)
 
 
 def end_of_tile(machine: Machine, block_m: int, block_n: int, n: int) -> float:
@@ -181,7 +187,7 @@ def tile_cost(
     machine: Machine, block_m: int, block_n: int, n: int, k: int, load_rows: int, speed: float, sums: int = 0, cluster: int = 1,
     cluster_n: int = 1, stages: int = 0, active: float = 0.0, shallow: bool = False, apart: bool = False, b_row: int = 0,
     a_row: int = 0, together: int = _NEIGHBOURS, beside: bool = False, there: float = 1.0,
-    swapped: bool = False, in_turn: bool = False,
+    swapped: bool = False, in_turn: bool = False, sharing_k: bool = False,
 ) -> TileCost:  # fmt: skip
     """The cost of a tile of ``block_m x block_n`` of a product with ``n`` columns, of whose A ``load_rows`` rows are loaded.
 
@@ -193,7 +199,8 @@ def tile_cost(
     ``together``: rows of tiles that neighbours have; ``beside``: other SMs move data meanwhile, as also where CTAs are ``apart``: then
     those that multiply are no faster;
     ``swapped``: operands are, so that each warpgroup has half of the columns, or one has all of a narrow tile's, and all rows;
-    ``in_turn``: or each all of its own, so that the end of a tile is beside the beginning of the next one.
+    ``in_turn``: or each all of its own, so that the end of a tile is beside the beginning of the next one;
+    ``sharing_k``: the CTAs of a cluster share K.
     """
     steps = -(-k // BLOCK_K)
     active = active or machine.sms
@@ -208,13 +215,13 @@ def tile_cost(
     is_alone = ctas == 1
     height, width = load_rows / cluster_n, block_n / cluster  # of A and B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, also those that others load for it, and L2 answers all SMs at one of its own.
-    taken = _taken(height, load_rows) * of_a.of_sm + _taken(width, block_n) * of_b.of_sm
-    of_sm = taken * _LINE / (machine.sm_load * min(machine.load_boost, free))
+    taken = height * of_a.of_sm + width * of_b.of_sm + _RECEIVED * (load_rows - height + block_n - width)
+    of_sm = taken * _LINE / (machine.sm_load * _share_of_load(machine, active, apart or beside))
     is_slow = not of_a.whole and (apart or (is_alone and together <= _FEW_ROWS))
     of_l2 = there * height * (_APART_A if is_slow else 1.0) / of_a.of_l2 + width / of_b.of_l2
-    # What neighbours ask for at the same time it reads once; clusters ask at different times.
+    # What neighbours ask for at the same time it reads once; clusters ask at different times, or for different k.
     read = 1.0
-    if is_alone:
+    if is_alone and not sharing_k:
         read = _READ_APART[block_n] if apart else _READ[block_n] * min(1.0, _once(block_m, block_n, together) / _once(block_m, block_n))
     load = steps * max(shared, of_sm, of_l2 * active, read * (height + width) * _LINE * active / machine.l2)
     load = max(load, steps * _STEP)
@@ -226,6 +233,7 @@ def tile_cost(
         longer = machine.paired * (_PAIRED_APART if apart else 1.0)
     longer *= _SHALLOW if shallow else 1.0
     if swapped:
+        longer *= _NARROW if is_alone and block_n == NARROW_COLUMNS else 1.0
         in_line = max(cluster, cluster_n) == 4 and block_n not in _WIDE and not in_turn
         by_ctas = _SWAPPED_IN_TURN if in_turn else _WIDE.get(block_n, _SWAPPED)
         longer *= _SWAPPED_IN_LINE if in_line else by_ctas[ctas]

@@ -1,0 +1,88 @@
+"""Whether tiles are as low as fills a wave of SMs, and who shares K: what the model takes of what was measured in a world of one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from mkernel.planner import prediction
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
+from mkernel.planner.machine import H200
+from mkernel.planner.predict import predict
+from mkernel.planner.tiling import Tiling
+from mkernel.planner.topology import Topology
+
+# Microseconds of isolated calls by columns and rows of a tile (0: 128 rows, operands as they are), CTAs of a cluster in M and N, and those
+# that share K; M x N x K, a world of one, bfloat16. tests/gpu/tilings.py --vendor --samples 7 --b ..., one H200, torch 2.11.0, driver
+# 580.159.04, 2026-11-30.
+Times = dict[str, dict[tuple[int, int, int, int, int], float]]
+ROW_MAJOR: Times = {
+    "1415x896x2048": {(128, 80, 1, 1, 1): 12.7, (64, 160, 1, 1, 1): 13.2, (128, 88, 1, 1, 1): 13.3, (128, 112, 1, 1, 1): 15.0},
+    "199x2968x2688": {(64, 104, 2, 1, 1): 13.6, (64, 0, 2, 1, 1): 15.4, (64, 104, 1, 1, 1): 16.0, (128, 0, 1, 1, 2): 16.2},
+    "209x2616x2048": {(64, 72, 1, 1, 1): 11.8, (64, 112, 2, 1, 1): 12.4, (64, 0, 2, 1, 1): 12.5, (64, 0, 1, 1, 1): 13.6},
+    "61x10984x5048": {(128, 0, 1, 4, 1): 32.7, (128, 64, 1, 4, 1): 35.4, (128, 0, 1, 2, 1): 36.6, (192, 0, 1, 1, 1): 40.4},
+    "634x848x2432": {(64, 72, 1, 1, 1): 11.8, (64, 96, 1, 1, 1): 12.1},
+    "1129x1120x3712": {(64, 168, 1, 1, 1): 20.2, (128, 96, 1, 1, 1): 20.4},
+    "179x2376x4864": {(128, 0, 1, 1, 3): 19.5, (64, 96, 1, 1, 1): 21.1},
+    "341x2664x2560": {(128, 64, 2, 1, 1): 15.9, (128, 88, 2, 1, 1): 16.1},
+    "112x3456x6272": {(64, 0, 1, 1, 2): 18.9, (128, 0, 1, 1, 4): 19.8},
+    "1026x640x3848": {(64, 88, 2, 2, 1): 17.6, (64, 104, 1, 4, 1): 17.8, (64, 0, 2, 2, 1): 19.0, (64, 0, 1, 1, 1): 23.4},
+}
+TRANSPOSED: Times = {
+    "821x1152x7040": {(64, 120, 1, 1, 1): 23.7, (128, 64, 1, 1, 1): 26.7, (128, 80, 1, 1, 1): 27.6, (128, 0, 1, 1, 2): 28.6},
+    "820x768x1800": {(64, 88, 2, 2, 1): 12.2, (64, 0, 2, 2, 1): 12.5},
+    "2503x640x6016": {(128, 104, 1, 1, 1): 30.8, (64, 200, 1, 1, 1): 31.3, (64, 232, 1, 1, 1): 33.5, (128, 0, 1, 1, 1): 34.9},
+    "3852x640x2320": {(128, 152, 1, 1, 1): 21.2, (128, 176, 1, 1, 1): 22.7},
+    "95x3072x2432": {(64, 0, 1, 1, 2): 11.2, (64, 48, 1, 1, 1): 11.3, (128, 48, 1, 1, 1): 12.4, (128, 0, 1, 1, 4): 12.6},
+}
+_WORST, _MEAN = 1.14, 1.025  # of the best
+
+
+def _predicted(size: str, row_major: bool, tile: tuple[int, int, int, int, int]) -> float:
+    m, n, k = map(int, size.split("x"))
+    columns, height, cluster, cluster_n, of_k = tile
+    tiling = Tiling(columns, shares=None if of_k > 1 else 1, cluster=cluster, cluster_n=cluster_n, block_m=height or None)
+    if of_k > 1:
+        tiling = Tiling(columns, cluster_k=of_k)
+    problem = AllGatherGemmProblem(Topology(1, 1), n, k, "bfloat16", row_major)
+    predicted = predict(make_plan(problem, m, H200.sms, tiling=tiling), H200)
+    return math.inf if predicted is None else predicted.seconds
+
+
+def lost() -> dict[str, float]:
+    """What is predicted to be the fastest takes, of the time of the fastest."""
+    found = {}
+    for times_of, row_major in ((ROW_MAJOR, True), (TRANSPOSED, False)):
+        for size, times in times_of.items():
+            seconds = {tile: _predicted(size, row_major, tile) for tile in times}
+            found[size] = times[min(times, key=seconds.__getitem__)] / min(times.values())
+    return found
+
+
+def _is_near(found: dict[str, float]) -> bool:
+    return max(found.values()) <= _WORST and statistics.geometric_mean(found.values()) <= _MEAN
+
+
+def test_what_is_predicted_to_be_the_fastest_is() -> None:
+    assert _is_near(lost()), lost()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("_SMS_OF_TPC", 1), ("_NARROW", 1.06), ("_HALVES", 1.3)],
+    ids=["each SM loads for itself", "narrow tiles", "rows in two lines"],
+)
+def test_a_wrong_cost_is_found(monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None], name: str, wrong: float) -> None:
+    forget_choices()
+    monkeypatch.setattr(prediction, name, wrong)
+    assert not _is_near(lost()), lost()
+
+
+def test_ctas_that_share_k_read_nothing_together() -> None:
+    """63 clusters of two, for each its own k: what they load is read from L2 as often as they ask (measured: 28.6 us, 23.7 of 120 x 64)."""
+    times = TRANSPOSED["821x1152x7040"]
+    seconds = {tile: _predicted("821x1152x7040", False, tile) for tile in times}
+    assert max(seconds, key=seconds.__getitem__) == max(times, key=times.__getitem__) == (128, 0, 1, 1, 2), seconds
