@@ -6,28 +6,24 @@ of the node and those of other nodes are taken as a whole, or by groups of tiles
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
-from mkernel.planner.allgather_gemm import AllGatherGemmPlan
+from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict_network import Sent, entered, sent
 from mkernel.planner.prediction import (
     ALONE,
-    IN_TURN,
     ITEM,
     Conditions,
     Prediction,
-    TileCost,
     blend,
     busy_of,
-    end_of_tile,
-    tile_cost,
 )
-from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan
+from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.spans import EXCHANGE_BYTES, exchange_seconds
+from mkernel.planner.tile_cost import IN_TURN, Around, Operands, TileCost, TileShape, end_of_tile, tile_cost
 
 __all__ = ["predict_allgather_gemm", "predict_reduce"]
 
@@ -58,7 +54,6 @@ _SUMS_OF_SHARES, _SUM_OF_SHARE = 1.0e-6, 0.4e-6
 _SUM_IN_CLUSTER, _BETWEEN_SMS, _TO_ONE_SM = 1.0e-6, 25e9, 40e9
 # Fitted, of swapped operands: how much longer the end of a tile takes where its CTA has another one, of what it takes otherwise.
 _SWAPPED_BETWEEN = 0.8
-_DEEP = 4  # stages that hide what loads wait for
 _STEPS = 8  # groups of tiles that are followed one by one
 
 
@@ -118,45 +113,67 @@ def _guess(machine: Machine, m: int, n: int, k: int) -> float:
 
 
 def _work(
-    machine: Machine, conditions: Conditions, m: int, n: int, k: int, shards: int, rows: int, block_m: int, block_n: int, load_rows: int,
-    ctas: float, passes: int, sums: int = 0, halved: bool = False, shares: int = 1, cluster: int = 1, cluster_n: int = 1, stages: int = 0,
-    others: int = 0, late: float = 0.0, apart: bool = False, b_row: int = 0,
-    group_m: int = GROUP_M, swapped: bool = False, in_turn: bool = False, sharing_k: bool = False,
+    machine: Machine, conditions: Conditions, tile: TileShape, operands: Operands, m: int, shards: int, rows: int, ctas: float, passes: int,
+    *, halved: bool = False, shares: int = 1, others: int = 0, late: float = 0.0, apart: bool = False, group_m: int = GROUP_M,
 ) -> _Work:  # fmt: skip
-    """A product of ``m x n x k`` in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
+    """A product of ``m`` rows in shards of ``rows`` rows each; B is read from memory ``passes`` times if L2 does not hold it.
 
-    ``others``: CTAs that come ``late``; ``apart``, ``b_row``: as ``tile_cost`` has them.
+    ``shares``: CTAs that share K of a tile; ``others``: CTAs that come ``late``; ``apart``: as ``Around`` has it; ``group_m``: rows of
+    tiles that follow each other.
     """
-    taken = math.ceil(rows / (cluster * block_m)) * math.ceil(n / (cluster_n * block_n))
-    tiles = shards * taken * cluster * cluster_n * shares
-    there = math.ceil(rows / block_m) * math.ceil(n / block_n) / (taken * cluster * cluster_n)
+    n, k = operands.n, operands.k
+    taken = math.ceil(rows / (tile.cluster * tile.rows)) * math.ceil(n / (tile.cluster_n * tile.columns))
+    tiles = shards * taken * tile.ctas * shares
     speed = machine.speed(busy_of(conditions, machine, _guess(machine, m, n, k)))
-    steps = math.ceil(k / (shares * BLOCK_K))
-    of_share = k if shares == 1 else steps * BLOCK_K - (BLOCK_K - 8 if k % BLOCK_K else 0)  # rows are aligned, or not, as those of all K
-    from_memory, shallow = stages if tiles <= ctas else 0, 0 < stages < _DEEP
-    costs = functools.partial(
-        tile_cost, machine, block_m, block_n, n, of_share, load_rows, speed, sums, cluster, cluster_n, from_memory, shallow=shallow,
-        apart=apart, b_row=b_row, together=min(group_m, math.ceil(rows / block_m)), there=there,
-        swapped=swapped, in_turn=in_turn, sharing_k=sharing_k,
-    )  # fmt: skip
+    of_share = operands if shares == 1 else operands._replace(k=math.ceil(k / (shares * BLOCK_K)) * BLOCK_K)
+    around = Around(
+        active=min(tiles, ctas),
+        together=min(group_m, math.ceil(rows / tile.rows)),
+        there=math.ceil(rows / tile.rows) * math.ceil(n / tile.columns) / (taken * tile.ctas),
+        from_memory=tiles <= ctas,
+        apart=apart,
+    )
+    cost = tile_cost(machine, tile, of_share, around, speed)
     full = math.floor(tiles / ctas + 1e-9)
     rest = max(0.0, tiles - full * ctas)
-    cost = costs(active=min(tiles, ctas))
     of_b = k * n * ITEM
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
     turns = max(full + _HALF_TILE, tiles / ctas) if halved else waves(tiles, ctas)  # tiles were halved for fewer CTAs, if some join
     # The last tiles are fewer than there are CTAs.
-    whole, last = (turns, TileCost(0.0, 0.0, 0.0)) if halved or rest < 1e-6 else (full, costs(active=rest))
+    whole, last = (
+        (turns, TileCost(0.0, 0.0, 0.0))
+        if halved or rest < 1e-6
+        else (full, tile_cost(machine, tile, of_share, around._replace(active=rest), speed))
+    )
     tensor, load, work = (whole * of_one + of_last for of_one, of_last in zip(cost, last, strict=True))
     if others and not halved:
         work = min(work, joined(tiles, int(ctas), cost.seconds, others, late))
-    end = end_of_tile(machine, block_m, block_n, n)
-    if in_turn:
+    end = end_of_tile(machine, tile, n)
+    if tile.in_turn:
         work += (1 - IN_TURN) * end  # of the last tile
-    elif swapped:
+    elif tile.swapped:
         work += _SWAPPED_BETWEEN * max(0.0, turns - 1) * end
     seconds = blend(work, memory)
     return _Work(tiles, cost, seconds, min(tensor, work), min(load, work), memory)
+
+
+def _tile_of(plan: AllGatherGemmPlan | ReducePlan) -> TileShape:
+    gathers = isinstance(plan, AllGatherGemmPlan)
+    return TileShape(
+        plan.block_rows,
+        plan.columns,
+        plan.block_rows if plan.swapped and not gathers else plan.load_rows,
+        plan.cluster,
+        plan.cluster_n,
+        plan.stages_of(plan.load_rows),
+        plan.swapped > 0,
+        in_turn=isinstance(plan, AllGatherGemmPlan) and plan.tiles_at_once > 1,
+        sharing_k=isinstance(plan, AllGatherGemmPlan) and plan.cluster_k > 1,
+    )
+
+
+def _operands_of(problem: AllGatherGemmProblem | ReduceProblem) -> Operands:
+    return Operands(problem.n, problem.k, problem.k, row_of_b(problem.n, problem.k, problem.b_row_major))
 
 
 def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions: Conditions = ALONE) -> Prediction:
@@ -188,20 +205,13 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     few = plan.taken * plan.ctas_together * plan.shares <= _FEW_WAVES * compute  # also what pairs multiply beside zeros
     helped = compute if few else compute + intra / 2  # CTAs that have pushed compute
     work = _work(
-        *(machine, conditions, rows * size, n, k, plan.planes, plan.plane_rows, plan.block_rows, block_n, plan.load_rows, helped, passes),
+        *(machine, conditions, _tile_of(plan), _operands_of(problem), rows * size, plan.planes, plan.plane_rows, helped, passes),
         halved=plan.whole_tiles < plan.num_tiles,
         shares=plan.sizes.shares,
-        cluster=plan.cluster,
-        cluster_n=plan.cluster_n,
-        stages=plan.stages_of(plan.load_rows),
         others=intra if few and plan.ctas_together == nodes == 1 else 0,
         late=entry + pushing,
         apart=size > 1 and not plan.packets,
-        b_row=row_of_b(n, k, problem.b_row_major),
         group_m=plan.group_m,
-        swapped=plan.swapped > 0,
-        in_turn=plan.tiles_at_once > 1,
-        sharing_k=plan.cluster_k > 1,
     )
     exchange = _sums_of_shares(plan)
     work = work._replace(seconds=work.seconds + exchange)
@@ -292,17 +302,11 @@ def predict_reduce(plan: ReducePlan, machine: Machine, conditions: Conditions = 
     shards = size // plan.span if plan.op == REDUCE_SCATTER else 1  # so many times
     compute = plan.split.compute or 1
     work = _work(
-        *(machine, conditions, rows * shards, problem.n, problem.k, shards, rows, plan.block_rows, plan.columns),
-        *(plan.block_rows if plan.swapped else plan.load_rows, compute),
+        *(machine, conditions, _tile_of(plan), _operands_of(problem), rows * shards, shards, rows, compute),
         passes=min(shards, math.ceil(plan.tiles * shards / compute)),
-        cluster=plan.cluster,
-        cluster_n=plan.cluster_n,
-        stages=plan.stages_of(plan.load_rows),
         shares=plan.shares,
         apart=size > 1 and not plan.packets,
-        b_row=row_of_b(problem.n, problem.k, problem.b_row_major),
         group_m=plan.group_m,
-        swapped=plan.swapped > 0,
     )
     if plan.shares > 1:
         ctas = plan.tiles * plan.shares

@@ -15,7 +15,8 @@ from mkernel.planner.moe_combine import MoeCombinePlan
 from mkernel.planner.moe_dispatch_gemm import MoeDispatchGemmPlan
 from mkernel.planner.moe_gemm_combine import MoeGemmCombinePlan
 from mkernel.planner.predict_network import Sent, entered, sent
-from mkernel.planner.prediction import ITEM, Conditions, Prediction, TileCost, blend, busy_of, tile_cost
+from mkernel.planner.prediction import ITEM, Conditions, Prediction, blend, busy_of
+from mkernel.planner.tile_cost import Around, Operands, TileCost, TileShape, tile_cost
 from mkernel.planner.topology import Topology
 
 __all__ = ["predict_moe_combine", "predict_moe_dispatch_gemm", "predict_moe_gemm_combine"]
@@ -50,11 +51,9 @@ def _product(
     guess = 2.0 * tiles * BLOCK_M * tile.block_n * k / (machine.sm_flops * machine.sms)
     load_rows = int(min(BLOCK_M, max(64.0, rows)))
     speed, from_memory = machine.speed(busy_of(conditions, machine, guess)), rows <= BLOCK_M  # B of a tile that nobody else reads
-    stages, active = tile.stages if from_memory else 0, min(ctas, tiles)
-    cost = tile_cost(
-        machine, BLOCK_M, tile.block_n, n, k, load_rows, speed, stages=stages, active=active, a_row=a_row, b_row=b_row,
-        beside=True,
-    )  # fmt: skip
+    shape = TileShape(BLOCK_M, tile.block_n, load_rows, stages=tile.stages)
+    around = Around(active=min(ctas, tiles) or machine.sms, from_memory=from_memory, beside=True)
+    cost = tile_cost(machine, shape, Operands(n, k, a_row, b_row), around, speed)
     touched = experts * (1 - math.exp(-rows))
     memory = (touched * n * k + experts * rows * (n + k)) * ITEM / machine.memory
     turns = math.ceil(tiles / ctas) if tiles < 4 * ctas else tiles / ctas + 0.5

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mkernel.planner import pairs, prediction
+from mkernel.planner import pairs, tile_cost
 from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProblem, make_plan
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
@@ -81,7 +81,7 @@ def test_a_wrong_cost_of_loads_in_clusters_is_found(
     monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None], measured: tuple[Times, float, float], name: str, wrong: object
 ) -> None:
     forget_choices()
-    monkeypatch.setattr(prediction, name, wrong)
+    monkeypatch.setattr(tile_cost, name, wrong)
     times, *bounds = measured
     assert not _is_near(lost(times), *bounds), lost(times)
 

@@ -59,7 +59,7 @@ MEASURED: dict[tuple[str, str], dict[int, dict[int, float]]] = {
 
 
 def lost() -> dict[tuple[str, str], float]:
-    """What is chosen takes, of the time of the fastest; at least what those take that have next fewer and more shares, in as many waves."""
+    """What is chosen takes, of the time of the fastest; at least what those take that have next fewer and more shares."""
     found = {}
     for (op, size), of_width in MEASURED.items():
         m, n, k = map(int, size.split("x"))
@@ -69,8 +69,7 @@ def lost() -> dict[tuple[str, str], float]:
         if not plan.packets or plan.ctas_together > 1 or not min(times, default=math.inf) <= plan.shares <= max(times):
             found[op, size] = math.inf  # nothing that was measured
             continue
-        most = 132 // plan.taken if plan.taken * plan.shares <= 132 else math.inf  # shares of one wave
-        around = (max(s for s in times if s <= plan.shares), *sorted(s for s in times if plan.shares <= s <= most)[:1])
+        around = (max(s for s in times if s <= plan.shares), min(s for s in times if s >= plan.shares))
         found[op, size] = max(times[shares] for shares in around) / min(min(times.values()) for times in of_width.values())
     return found
 

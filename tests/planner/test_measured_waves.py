@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mkernel.planner import prediction
+from mkernel.planner import tile_cost
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
 from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
@@ -77,7 +77,7 @@ def test_what_is_predicted_to_be_the_fastest_is() -> None:
 )
 def test_a_wrong_cost_is_found(monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None], name: str, wrong: float) -> None:
     forget_choices()
-    monkeypatch.setattr(prediction, name, wrong)
+    monkeypatch.setattr(tile_cost, name, wrong)
     assert not _is_near(lost()), lost()
 
 

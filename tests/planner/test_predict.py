@@ -25,8 +25,9 @@ from mkernel.planner.kinds import MOST_KINDS, op_of
 from mkernel.planner.machine import H100, H200, RDMA, load, machine_named, save
 from mkernel.planner.predict import predict
 from mkernel.planner.predict_gemm import _last_own, joined
-from mkernel.planner.prediction import ALONE, BATCH, RESOURCES, tile_cost
+from mkernel.planner.prediction import ALONE, BATCH, RESOURCES
 from mkernel.planner.row_classes import MOST_KERNELS, classes, most_chosen
+from mkernel.planner.tile_cost import Around, Operands, TileCost, TileShape, tile_cost
 from mkernel.planner.topology import Topology
 from tests.planner.kernels import kind_of_kernel
 from tests.planner.kinds import extents, problems
@@ -149,17 +150,22 @@ def test_half_a_machine_is_never_faster(world: Topology, rng: np.random.Generato
 
 
 def test_rows_that_begin_between_lines_are_loaded_longer() -> None:
-    aligned = tile_cost(H200, 128, 128, 2048, 4096, 128, 1.0)
-    assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0).load > tile_cost(H200, 128, 128, 2064, 4096, 128, 1.0).load >= aligned.load
-    in_fours = [tile_cost(H200, 128, 128, 2048, k, 128, 1.0, cluster=2, cluster_n=2, b_row=k).load / k for k in (4096, 4112)]
+    def cost(n: int, k: int, load_rows: int = 128, speed: float = 1.0, in_fours: bool = False, b_row: int = 0) -> TileCost:
+        """``b_row``: 0, of a row-major B."""
+        tile = TileShape(128, 128, load_rows, *((2, 2) if in_fours else (1, 1)))
+        return tile_cost(H200, tile, Operands(n, k, k, b_row or n), Around(active=H200.sms), speed)
+
+    aligned = cost(2048, 4096)
+    assert cost(2056, 4096).load > cost(2064, 4096).load >= aligned.load
+    in_fours = [cost(2048, k, in_fours=True, b_row=k).load / k for k in (4096, 4112)]
     assert in_fours[0] < in_fours[1], "clusters do not ask together for what lies in two lines"
-    assert tile_cost(H200, 128, 128, 2048, 4104, 128, 1.0).load > tile_cost(H200, 128, 128, 2048, 4160, 128, 1.0).load
-    assert tile_cost(H200, 128, 128, 2048, 4096, 16, 1.0).load < aligned.load
-    assert tile_cost(H200, 128, 128, 2056, 4096, 128, 1.0, b_row=4096).load == aligned.load, "of a transposed B"
-    one_side = [tile_cost(H200, 128, 128, n, k, 128, 1.0, b_row=b).load for n, k, b in ((2056, 4096, 2056), (2048, 4104, 0))]
-    both = tile_cost(H200, 128, 128, 2048, 4104, 128, 1.0, b_row=4104).load
-    assert max(one_side) < both <= tile_cost(H200, 128, 128, 2056, 4104, 128, 1.0).load
-    assert tile_cost(H200, 128, 128, 2048, 4096, 128, 0.5).tensor == 2 * aligned.tensor
+    assert cost(2048, 4104).load > cost(2048, 4160).load
+    assert cost(2048, 4096, load_rows=16).load < aligned.load
+    assert cost(2056, 4096, b_row=4096).load == aligned.load, "of a transposed B"
+    one_side = [cost(n, k, b_row=b).load for n, k, b in ((2056, 4096, 2056), (2048, 4104, 0))]
+    both = cost(2048, 4104, b_row=4104).load
+    assert max(one_side) < both <= cost(2056, 4104).load
+    assert cost(2048, 4096, speed=0.5).tensor == 2 * aligned.tensor
 
 
 # ---- choosing
