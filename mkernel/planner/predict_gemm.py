@@ -13,14 +13,7 @@ from mkernel.planner.allgather_gemm import AllGatherGemmPlan, AllGatherGemmProbl
 from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, row_of_b
 from mkernel.planner.machine import Machine
 from mkernel.planner.predict_network import Sent, entered, sent
-from mkernel.planner.prediction import (
-    ALONE,
-    ITEM,
-    Conditions,
-    Prediction,
-    blend,
-    busy_of,
-)
+from mkernel.planner.prediction import ALONE, ITEM, Conditions, Prediction, blend, busy_of
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem
 from mkernel.planner.spans import EXCHANGE_BYTES, exchange_seconds
 from mkernel.planner.tile_cost import IN_TURN, Around, Operands, TileCost, TileShape, end_of_tile, tile_cost
@@ -139,12 +132,9 @@ def _work(
     of_b = k * n * ITEM
     memory = (m * k * ITEM + m * n * ITEM + of_b * (passes if of_b > machine.l2_bytes / 2 else 1)) / machine.memory
     turns = max(full + _HALF_TILE, tiles / ctas) if halved else waves(tiles, ctas)  # tiles were halved for fewer CTAs, if some join
-    # The last tiles are fewer than there are CTAs.
-    whole, last = (
-        (turns, TileCost(0.0, 0.0, 0.0))
-        if halved or rest < 1e-6
-        else (full, tile_cost(machine, tile, of_share, around._replace(active=rest), speed))
-    )
+    whole, last = turns, TileCost(0.0, 0.0, 0.0)
+    if not halved and rest >= 1e-6:  # the last tiles are fewer than there are CTAs
+        whole, last = full, tile_cost(machine, tile, of_share, around._replace(active=rest), speed)
     tensor, load, work = (whole * of_one + of_last for of_one, of_last in zip(cost, last, strict=True))
     if others and not halved:
         work = min(work, joined(tiles, int(ctas), cost.seconds, others, late))
@@ -158,18 +148,13 @@ def _work(
 
 
 def _tile_of(plan: AllGatherGemmPlan | ReducePlan) -> TileShape:
-    gathers = isinstance(plan, AllGatherGemmPlan)
+    load_rows, in_turn, sharing_k = plan.block_rows if plan.swapped else plan.load_rows, False, False
+    if isinstance(plan, AllGatherGemmPlan):
+        load_rows, in_turn, sharing_k = plan.load_rows, plan.tiles_at_once > 1, plan.cluster_k > 1
+    stages = plan.stages_of(plan.load_rows)
     return TileShape(
-        plan.block_rows,
-        plan.columns,
-        plan.block_rows if plan.swapped and not gathers else plan.load_rows,
-        plan.cluster,
-        plan.cluster_n,
-        plan.stages_of(plan.load_rows),
-        plan.swapped > 0,
-        in_turn=isinstance(plan, AllGatherGemmPlan) and plan.tiles_at_once > 1,
-        sharing_k=isinstance(plan, AllGatherGemmPlan) and plan.cluster_k > 1,
-    )
+        plan.block_rows, plan.columns, load_rows, plan.cluster, plan.cluster_n, stages, plan.swapped > 0, in_turn, sharing_k
+    )  # fmt: skip
 
 
 def _operands_of(problem: AllGatherGemmProblem | ReduceProblem) -> Operands:
@@ -185,8 +170,7 @@ def predict_allgather_gemm(plan: AllGatherGemmPlan, machine: Machine, conditions
     start = start_of(machine, conditions, plan)
     if rows == 0 or n == 0:
         return Prediction(start, start=start)
-    block_n = plan.columns
-    tile_rows, tiles_n = plan.tile_rows, math.ceil(n / block_n)
+    tile_rows, tiles_n = plan.tile_rows, math.ceil(n / plan.columns)
     shard = rows * k * ITEM
     passes = min(plan.planes, math.ceil(plan.num_tiles / compute))
     entry = entered(machine, conditions, topology)

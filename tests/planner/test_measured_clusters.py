@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 
 import pytest
@@ -14,11 +13,13 @@ from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
+from tests.planner.measured import is_near, lost
 
 # Microseconds of isolated calls by columns and rows of a tile (0: 128 rows, operands as they are), and CTAs of a cluster in M and N; M
 # x N x K, a world of one, B transposed, bfloat16. Development runs with the clocks of mkernel.bench.timing, one H200, torch 2.11.0,
 # driver 580.159.04, 2026-11-30.
-Times = dict[str, dict[tuple[int, int, int, int], float]]
+Kind = tuple[int, int, int, int]
+Times = dict[str, dict[Kind, float]]
 HALVES: Times = {  # rows of which every second begins in the middle of a sector
     "127x2408x2328": {(64, 64, 2, 2): 12.4, (64, 64, 1, 4): 13.0, (128, 32, 4, 1): 13.4},
     "2958x1320x1192": {(192, 192, 2, 1): 21.7, (128, 160, 1, 4): 23.9, (192, 0, 2, 2): 26.2},
@@ -42,34 +43,22 @@ SECTORS: Times = {  # rows of whole sectors, most of which lie in two lines
 }
 
 
-def lost(measured: Times) -> dict[str, float]:
-    """What is predicted to be the fastest takes, of the time of the fastest."""
-    found = {}
-    for size, times in measured.items():
-        m, n, k = map(int, size.split("x"))
-        problem = AllGatherGemmProblem(Topology(1, 1), n, k, "bfloat16", False)
-
-        def seconds(tile: tuple[int, int, int, int], rows: int = m, problem: AllGatherGemmProblem = problem) -> float:
-            columns, height, cluster, cluster_n = tile
-            tiling = Tiling(columns, shares=1, cluster=cluster, cluster_n=cluster_n, block_m=height or None)
-            predicted = predict(make_plan(problem, rows, H200.sms, tiling=tiling), H200)
-            return math.inf if predicted is None else predicted.seconds
-
-        found[size] = times[min(times, key=seconds)] / min(times.values())
-    return found
+def _seconds(size: str, tile: Kind) -> float:
+    m, n, k = map(int, size.split("x"))
+    columns, height, cluster, cluster_n = tile
+    problem = AllGatherGemmProblem(Topology(1, 1), n, k, "bfloat16", False)
+    tiling = Tiling(columns, shares=1, cluster=cluster, cluster_n=cluster_n, block_m=height or None)
+    predicted = predict(make_plan(problem, m, H200.sms, tiling=tiling), H200)
+    return math.inf if predicted is None else predicted.seconds
 
 
 # What is chosen may take of the best, in the worst case and in the mean.
 _HALVES, _SECTORS = (HALVES, 1.06, 1.025), (SECTORS, 1.12, 1.04)
 
 
-def _is_near(found: dict[str, float], worst: float, mean: float) -> bool:
-    return max(found.values()) <= worst and statistics.geometric_mean(found.values()) <= mean
-
-
 @pytest.mark.parametrize(("measured", "worst", "mean"), [_HALVES, _SECTORS], ids=["halves", "sectors"])
 def test_what_is_predicted_to_be_the_fastest_is(measured: Times, worst: float, mean: float) -> None:
-    assert _is_near(lost(measured), worst, mean), lost(measured)
+    assert is_near(lost(measured, _seconds), worst, mean), lost(measured, _seconds)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +72,7 @@ def test_a_wrong_cost_of_loads_in_clusters_is_found(
     forget_choices()
     monkeypatch.setattr(tile_cost, name, wrong)
     times, *bounds = measured
-    assert not _is_near(lost(times), *bounds), lost(times)
+    assert not is_near(lost(times, _seconds), *bounds), lost(times, _seconds)
 
 
 def test_clusters_have_all_sms_that_they_find_room_on(monkeypatch: pytest.MonkeyPatch, forget_choices: Callable[[], None]) -> None:
