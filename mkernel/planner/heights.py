@@ -110,6 +110,7 @@ def height_of(rows: int, tile_rows: int, heights: Heights) -> int:
     return heights[bisect.bisect_left(heights, -(-rows // tile_rows))]
 
 
+@functools.cache
 def bits_of(heights: Heights) -> int:
     """The same for a kernel: bit i says that there are tiles of 8 (i + 1) rows."""
     return sum(1 << height // SWAPPED_UNIT - 1 for height in heights)
