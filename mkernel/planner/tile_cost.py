@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from mkernel.planner.gemm import BLOCK_K
-from mkernel.planner.heights import NARROW_COLUMNS, halves_rows
+from mkernel.planner.heights import NARROW_COLUMNS, WIDE_COLUMNS, halves_rows
 from mkernel.planner.machine import Machine
 from mkernel.planner.prediction import ITEM
 
@@ -25,11 +25,14 @@ _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 # Fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, in whole sectors, and with half a one at either end.
 _SPLIT_ROW, _HALVES = 1.4, 1.95
 _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
-_SWAPPED = {1: 0.98, 2: 1.03, 4: 1.04}  # fitted: of swapped operands, by CTAs of a cluster;
-_SWAPPED_IN_LINE = 0.98  # and of clusters of four CTAs in one line, or of narrow tiles alone;
-_NARROW = 0.95
-# the same of wide tiles, by their columns, and of tiles that warpgroups have in turn
-_WIDE = {192: {1: 1.02, 2: 1.04, 4: 1.07}, 256: {1: 1.04, 2: 1.08, 4: 1.1}}
+# Fitted: the same of swapped operands, by columns of a tile and CTAs of a cluster;
+_SWAPPED = {
+    64: {1: 0.931, 2: 1.03, 4: 1.04},
+    128: {1: 0.98, 2: 1.03, 4: 1.04},
+    192: {1: 1.02, 2: 1.04, 4: 1.07},
+    256: {1: 1.04, 2: 1.08, 4: 1.1},
+}
+_SWAPPED_IN_LINE = 0.98  # of clusters of four CTAs in one line, but of wide tiles; and of tiles that warpgroups have in turn
 _SWAPPED_IN_TURN = {1: 1.0, 2: 1.0, 4: 1.02}
 IN_TURN = 0.3  # fitted: of what a tile costs beside its k steps, where warpgroups have tiles in turn, of all but the last
 # Fitted: what a row takes the SM that others of its cluster load it for, of what a whole line takes that it loads itself.
@@ -82,7 +85,7 @@ class TileShape(NamedTuple):
 
     @property
     def ctas(self) -> int:
-        """Of a cluster, whose tiles are neighbours."""
+        """CTAs of a cluster, whose tiles are neighbours."""
         return self.cluster * self.cluster_n
 
 
@@ -96,7 +99,7 @@ class Operands(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of K."""
+        """Steps of K."""
         return -(-self.k // BLOCK_K)
 
 
@@ -227,12 +230,8 @@ def _longer(machine: Machine, tile: TileShape, around: Around) -> float:
         return longer
     if tile.in_turn:
         return longer * _SWAPPED_IN_TURN[tile.ctas]
-    if tile.columns in _WIDE:
-        return longer * _WIDE[tile.columns][tile.ctas]
-    if max(tile.cluster, tile.cluster_n) == 4:
-        return longer * _SWAPPED_IN_LINE
-    is_narrow = tile.ctas == 1 and tile.columns == NARROW_COLUMNS
-    return longer * _SWAPPED[tile.ctas] * (_NARROW if is_narrow else 1.0)
+    in_line = max(tile.cluster, tile.cluster_n) == 4 and tile.columns not in WIDE_COLUMNS
+    return longer * (_SWAPPED_IN_LINE if in_line else _SWAPPED[tile.columns][tile.ctas])
 
 
 def tile_cost(machine: Machine, tile: TileShape, operands: Operands, around: Around, speed: float = 1.0) -> TileCost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ from mkernel.planner.machine import H200
 from mkernel.planner.predict import predict
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
-from tests.planner.measured import is_near, lost
+from tests.planner.measured import is_near, lost, seconds_alone
 
 # Microseconds of isolated calls by columns and rows of a tile (0: 128 rows, operands as they are), and CTAs of a cluster in M and N; M
 # x N x K, a world of one, B transposed, bfloat16. Development runs with the clocks of mkernel.bench.timing, one H200, torch 2.11.0,
@@ -44,12 +43,8 @@ SECTORS: Times = {  # rows of whole sectors, most of which lie in two lines
 
 
 def _seconds(size: str, tile: Kind) -> float:
-    m, n, k = map(int, size.split("x"))
     columns, height, cluster, cluster_n = tile
-    problem = AllGatherGemmProblem(Topology(1, 1), n, k, "bfloat16", False)
-    tiling = Tiling(columns, shares=1, cluster=cluster, cluster_n=cluster_n, block_m=height or None)
-    predicted = predict(make_plan(problem, m, H200.sms, tiling=tiling), H200)
-    return math.inf if predicted is None else predicted.seconds
+    return seconds_alone(size, False, Tiling(columns, shares=1, cluster=cluster, cluster_n=cluster_n, block_m=height or None))
 
 
 # What is chosen may take of the best, in the worst case and in the mean.
