@@ -9,12 +9,14 @@ namespace mkernel {
 // Kernels that call compute_role() first of all may be launched early: in a world of one, as planner/gemm.py says.
 constexpr bool kEarly = kWorldSize == 1;
 
-// Whether this kernel has tiles for nearly all SMs. Where it has not, a kernel that may begin early must not begin before this one ends: some of its CTAs
+// Whether a kernel that may be launched early may begin before this one ends. Where this one has no tiles for nearly all SMs, some of its CTAs
 // would come to the SMs that are left and the others wherever a CTA ends, so that its tiles are where they happen to be, not spread over the device, and
-// memory gives a sixth less (docs/speed_log.md).
+// memory gives a sixth less (docs/speed_log.md). Of few bytes it is asked for little, and to begin sooner is worth more.
+constexpr uint64_t kFewBytes = 10 << 20;  // of A and B
 template <class Config, class Op>
-MK_DEVICE bool has_tiles_for_all(const Op& op) {
+MK_DEVICE bool lets_next_begin(const Op& op) {
   const uint32_t ctas = op.p.fields.ctas;
+  if (uint64_t(op.p.rows + extent_n(op.p)) * extent_k(op.p) * 2 <= kFewBytes) return true;
   return op.num_tiles() * GemmShape<Config>::kCluster + ctas / 16 >= ctas;
 }
 
@@ -138,7 +140,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     if (item.number == kStop) {
       if (has_b != 0) fill_ahead(op, storage, known_place<Config, Op>(first), has_b);
       if constexpr (kEarly) {
-        if (has_tiles_for_all<Config>(op)) ptx::launch_grids();  // not sooner: CTAs of the next kernel would take SMs from it
+        if (lets_next_begin<Config>(op)) ptx::launch_grids();  // not sooner: CTAs of the next kernel would take SMs from it
       }
       return Pair<Config>::end_loading(storage, stage, ring);
     }
