@@ -16,7 +16,9 @@ constexpr uint64_t kFewBytes = 10 << 20;  // of A and B
 template <class Config, class Op>
 MK_DEVICE bool lets_next_begin(const Op& op) {
   const uint32_t ctas = op.p.fields.ctas;
-  if (uint64_t(op.p.rows + extent_n(op.p)) * extent_k(op.p) * 2 <= kFewBytes) return true;
+  if constexpr (requires { op.p.rows; }) {  // of several products it is routing that says how many
+    if (uint64_t(op.p.rows + extent_n(op.p)) * extent_k(op.p) * 2 <= kFewBytes) return true;
+  }
   return op.num_tiles() * GemmShape<Config>::kCluster + ctas / 16 >= ctas;
 }
 
