@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from mkernel import abi
 from mkernel.planner import pairs
+from mkernel.planner.derived import replaced
 from mkernel.planner.gather_plan import OP, PARAMETER_BYTES, SHARE, SPECIALIZED, SUM, AllGatherGemmPlan, AllGatherGemmProblem, Tile
 from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmTile, choose_put
 from mkernel.planner.heights import NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, Heights, asked_heights
@@ -77,9 +78,9 @@ def make_plan(
     if problem.canonical:
         if asked.shares not in (None, 1):
             raise TilingError(f"{asked}: with batch_invariant one CTA adds up all of K")
-        asked = dataclasses.replace(asked, shares=1)
+        asked = replaced(asked, shares=1)
     if max(asked.cluster or 1, asked.cluster_n or 1) > 1 and asked.shares is None:
-        asked = dataclasses.replace(asked, shares=1)
+        asked = replaced(asked, shares=1)
     if asked.cluster_k is not None and asked.cluster_k > 1:
         asked = _sharing_in_clusters(problem, asked)
         tile = GemmTile.summing(asked.block_n or CLUSTER_K_WIDTHS[0], asked.cluster_k)
@@ -91,7 +92,7 @@ def make_plan(
     elif asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n)
     if tile is not None:
-        asked = dataclasses.replace(asked, cluster=asked.cluster or 1, cluster_n=asked.cluster_n or 1)
+        asked = replaced(asked, cluster=asked.cluster or 1, cluster_n=asked.cluster_n or 1)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
     if split is None and tile is None and ("split" in compiled_in or problem.topology.num_nodes == 1 < problem.topology.size):
         kept = _kept_kernels(problem, sm_count, compiled_in, asked)
@@ -100,7 +101,7 @@ def make_plan(
             near = min(fit, key=lambda other: (abs(other.rows - of_class), other.rows))
             takes = near.packets and _takes_packets(problem, of_class, sm_count, split, asked)
             packets = asked.packets if takes else int(near.packets)
-            alike = dataclasses.replace(asked, shares=near.shares, cluster=near.cluster, packets=packets, cluster_n=near.cluster_n)
+            alike = replaced(asked, shares=near.shares, cluster=near.cluster, packets=packets, cluster_n=near.cluster_n)
             plan = _plan_of_class(problem, of_class, sm_count, near.split, near.tile, compiled_in, alike)
     return plan.of_rows(rows)
 
@@ -295,7 +296,7 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
         raise TilingError(f"{asked}: between ranks with tiles of {NARROW_COLUMNS} columns of swapped operands shards travel in packets")
     span = problem.topology.size if asked.packets else asked.span or 1
     tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / _heights(asked)[-1]))
-    return dataclasses.replace(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
+    return replaced(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
 
 
 def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling:
@@ -305,7 +306,7 @@ def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling
     if problem.topology.size > 1 or problem.canonical or not alone:
         rule = "CTAs of a cluster share K of tiles of 64 or 128 columns in a world of one, without batch_invariant, and with nothing else"
         raise TilingError(f"{asked}: {rule}")
-    return dataclasses.replace(asked, shares=asked.cluster_k)
+    return replaced(asked, shares=asked.cluster_k)
 
 
 def _columns_of_swapped(asked: Tiling) -> int:

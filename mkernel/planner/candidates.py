@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from mkernel.jit.spec import KernelSpec
@@ -74,9 +75,33 @@ def candidates(
     """
     rules = _rules(problem, rows, sm_count, specialize)
     yield rules
-    for plan in _others(problem, rows, sm_count, specialize, rules, kept):
+    kinds = _Kinds(_kernels(problem, sm_count, compiled_in(problem, specialize)), kept)
+    for plan in _others(problem, rows, sm_count, specialize, rules, kinds):
         if kept is None or plan.spec in kept:
             yield plan
+
+
+@functools.lru_cache(maxsize=64)
+def _kernels(problem: AllGatherGemmProblem | ReduceProblem, sm_count: int, specialize: Specialized) -> dict[Hashable, KernelSpec]:
+    """By kind of tile: the kernel of its plans, which rows do not change. Filled as plans are made."""
+    return {}
+
+
+class _Kinds:
+    """Kinds of tiles, of which only those with a kernel that is kept are wanted. That is known once a plan of the kind was made."""
+
+    def __init__(self, kernels: dict[Hashable, KernelSpec], kept: frozenset[KernelSpec] | None) -> None:
+        self._kernels, self._kept = kernels, kept
+
+    def plan(self, kind: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, or None if it is not wanted, or there is none."""
+        if self._kept is not None and kind in self._kernels and self._kernels[kind] not in self._kept:
+            return None
+        with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
+            plan = make()
+            kernel = self._kernels.setdefault(kind, plan.spec)
+            return plan if self._kept is None or kernel in self._kept else None
+        return None
 
 
 def _others(
@@ -85,11 +110,11 @@ def _others(
     sm_count: int,
     specialize: str | None,
     rules: Any,
-    kept: frozenset[KernelSpec] | None,
+    kinds: _Kinds,
 ) -> Iterator[Any]:
     if isinstance(problem, AllGatherGemmProblem):
-        yield from _gathers(problem, rows, sm_count, specialize, rules)
-        yield from _swapped_gathers(problem, rows, sm_count, specialize, kept)
+        yield from _gathers(problem, rows, sm_count, specialize, rules, kinds)
+        yield from _swapped_gathers(problem, rows, sm_count, specialize, kinds)
     else:
         yield from _reductions(problem, rows, sm_count, specialize, rules)
         if problem.op == ALLREDUCE and problem.algorithm is None and problem.topology.num_nodes == 1 < problem.topology.size:
@@ -97,11 +122,11 @@ def _others(
 
 
 def _gathers(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, kinds: _Kinds
 ) -> Iterator[AllGatherGemmPlan]:
     topology = problem.topology
     if topology.size == 1:
-        yield from _products(problem, rows, sm_count, specialize, rules)
+        yield from _products(problem, rows, sm_count, specialize, rules, kinds)
         return
     if allgather_gemm.may_travel_in_packets(problem, rows):
         yield from _in_packets(problem, rows, sm_count, specialize, rules)
@@ -237,52 +262,56 @@ def _clusters(problem: AllGatherGemmProblem | ReduceProblem, rows: int) -> list[
 
 
 def _products(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, rules: AllGatherGemmPlan, kinds: _Kinds
 ) -> Iterator[AllGatherGemmPlan]:
     """In a world of one, where the width, shares and pairs are all that plans of a class differ in."""
     for width in WIDTHS:
         if (width, 1, 1) != (rules.tile.block_n, rules.shares, rules.cluster):
             yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), GemmTile.deepest(width), specialize)
-        for cluster, cluster_n in _clusters(problem, rows):
-            pairs = Tiling(width, 1, 1, cluster, None, cluster_n)
-            with contextlib.suppress(SplitError):  # few SMs
-                yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=pairs)
-        for shares in _shares(problem, rows, sm_count, width):
-            if (width, shares) != (rules.tile.block_n, rules.shares):
-                tiling = Tiling(width, 1, shares)
-                yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
-    yield from _sharing_in_clusters(problem, rows, sm_count, specialize)
+        pairs = [Tiling(width, 1, 1, cluster, None, cluster_n) for cluster, cluster_n in _clusters(problem, rows)]
+        known = rules.shares if width == rules.tile.block_n else None
+        sharing = [Tiling(width, 1, shares) for shares in _shares(problem, rows, sm_count, width) if shares != known]
+        yield from _tiled(problem, rows, sm_count, specialize, (*pairs, *sharing), kinds)
+    yield from _tiled(problem, rows, sm_count, specialize, _sharing_in_clusters(problem, rows, sm_count), kinds)
 
 
-def _sharing_in_clusters(problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None) -> Iterator[AllGatherGemmPlan]:
+def _tiled(
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, tilings: Iterable[Tiling], kinds: _Kinds
+) -> Iterator[AllGatherGemmPlan]:
+    """Plans that have these tilings, with K shared where CTAs are no neighbors."""
+    for tiling in tilings:
+        kind = tiling.block_n, tiling.cluster, tiling.cluster_n, tiling.cluster_k
+        make = functools.partial(allgather_gemm.make_plan, problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+        if (plan := kinds.plan(kind, make)) is not None:
+            yield plan
+
+
+def _sharing_in_clusters(problem: AllGatherGemmProblem, rows: int, sm_count: int) -> Iterator[Tiling]:
     """K shared by the CTAs of clusters, all of which work at once."""
     most = 1 if problem.canonical else math.ceil(problem.k / BLOCK_K) // FEWEST_STEPS
     for width, ctas in itertools.product(allgather_gemm.CLUSTER_K_WIDTHS, CLUSTER_K):
         taken = math.ceil(rows / BLOCK_M) * math.ceil(problem.n / width) * ctas
         if ctas <= most and 0 < taken <= ctas_of_clusters(sm_count, ctas, alone=True):
-            tiling = Tiling(width, cluster_k=ctas)
-            yield allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+            yield Tiling(width, cluster_k=ctas)
 
 
 def _swapped_gathers(
-    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, kept: frozenset[KernelSpec] | None
+    problem: AllGatherGemmProblem, rows: int, sm_count: int, specialize: str | None, kinds: _Kinds
 ) -> Iterator[AllGatherGemmPlan]:
-    """Operands swapped, where all ranks' rows are one plane, in packets if there are several; ``kept``: as of ``candidates``."""
+    """Operands swapped, where all ranks' rows are one plane, in packets if there are several."""
     size = problem.topology.size
     if size > 1 and not allgather_gemm.may_travel_in_packets(problem, rows):
         return
-    left_out = set()  # kinds of tiles that have none of these kernels
+
+    def make(tiling: Tiling, heights: Heights) -> AllGatherGemmPlan:
+        plan = allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
+        return replaced(plan, heights=heights)
+
     for tiling, heights in _swapped(problem, rows * size, sm_count, specialize, 1 if size > 1 else None):
-        kind = tiling.block_n, tiling.cluster, tiling.cluster_n, tiling.tiles_at_once
-        if kind in left_out:
-            continue
-        with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
-            plan = allgather_gemm.make_plan(problem, rows, sm_count, Split(), specialize=specialize, tiling=tiling)
-            plan = replaced(plan, heights=heights)
-            if kept is not None and plan.spec not in kept:
-                left_out.add(kind)
-            elif may_take_turns(plan):
-                yield plan
+        kind = tiling.block_n, tiling.cluster, tiling.cluster_n, tiling.tiles_at_once, "swapped"
+        plan = kinds.plan(kind, functools.partial(make, tiling, heights))
+        if plan is not None and may_take_turns(plan):
+            yield plan
 
 
 def _heights(problem: AllGatherGemmProblem | ReduceProblem, specialize: str | None, columns: int, at_once: int) -> Heights:

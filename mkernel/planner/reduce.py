@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
@@ -106,15 +105,15 @@ def make_plan(
     fields, asked, of_class = parse(specialize, SPECIALIZED[problem.op]), tiling or Tiling(), class_of(rows)
     _check_tiling(problem, asked, split)
     if problem.canonical:
-        asked = dataclasses.replace(asked, shares=1)
+        asked = replaced(asked, shares=1)
     if asked.swaps:
-        asked = dataclasses.replace(asked, block_n=None, packets=1)
+        asked = replaced(asked, block_n=None, packets=1)
     elif asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n, sent=True)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked, algorithm)
     if (asked.shares is None and plan.shares > 1) or (asked.cluster is None and plan.cluster > 1):
         room = _room(problem, sm_count, fields)
-        asked = dataclasses.replace(asked, shares=asked.shares or room.shares, cluster=asked.cluster or room.cluster)
+        asked = replaced(asked, shares=asked.shares or room.shares, cluster=asked.cluster or room.cluster)
         plan = _plan_of_class(problem, of_class, sm_count, split, tile, group_tiles, fields, asked, algorithm)
     return plan.of_rows(rows)
 
@@ -228,7 +227,7 @@ def _plan_of_class(
             chosen = pairs.complete(wanted, Split(0, 0, 0, 0), sm_count, (), packed.ctas_together, alone=False)
             return replaced(packed, split=chosen, group_tiles=group_tiles, chunk_tiles=chunk_tiles)
         if max(asked.cluster or 1, asked.cluster_n or 1) > 1:  # that may also add up partial tiles
-            in_tiles = dataclasses.replace(asked, packets=0)
+            in_tiles = replaced(asked, packets=0)
             return _plan_of_class(problem, rows, sm_count, split, given, wanted_tiles, specialize, in_tiles, algorithm)
     default = default_split(plan, sm_count, wanted)
     is_open = asked.cluster is None and asked.cluster_n in (None, 1) and given is None
@@ -236,7 +235,7 @@ def _plan_of_class(
         product = pairs.Paired(topology.size if scatters else 1, rows, problem.n, problem.k, problem.b_row_major)
         paired = pairs.choose(product, tile, wanted, default, sm_count, (), sent=True)
         if paired is not None:
-            in_two = dataclasses.replace(asked, cluster=2)
+            in_two = replaced(asked, cluster=2)
             return _plan_of_class(problem, rows, sm_count, split, paired[0], None, specialize, in_two)
     chosen = pairs.complete(wanted, default, sm_count, (), plan.ctas_together, alone=topology.size == 1)
     interleaved = saturates_link(plan, sm_count)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from mkernel.planner.derived import hashed_once
+
 __all__ = ["CLUSTER_K", "Tiling", "TilingError"]
 
 CLUSTER_K = 2, 3, 4, 8  # CTAs of a cluster that may share K: of other numbers an H200 has room for fewer in all
@@ -17,7 +19,8 @@ class TilingError(ValueError):
     """A tiling that an op cannot have in its world."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@hashed_once
+@dataclasses.dataclass(frozen=True)
 class Tiling:
     """Fields that are None are the planner's choice.
 

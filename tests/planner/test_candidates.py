@@ -288,6 +288,21 @@ def test_swapped_operands_on_any_device(world: Topology, rng: np.random.Generato
             check_swapped_sums([plan for plan in choice.candidates(sums, rows, sms) if plan.swapped], sums, rows, sms)
 
 
+@pytest.mark.parametrize("world", WORLDS[:3], ids=str)
+def test_only_plans_by_kernels_that_are_kept_are_made(world: Topology, rng: np.random.Generator) -> None:
+    """As many as if all were made, whatever rows a kind's kernel was learned from."""
+    for _ in range(24):
+        n, k = (8 * int(2 ** rng.uniform(3, 10)) for _ in range(2))
+        problem = AllGatherGemmProblem(world, n, k, "bfloat16", bool(rng.random() < 0.5))
+        classes = sorted({class_of(int(2 ** rng.uniform(0, 14))) for _ in range(6)})
+        of_all = {rows: list(choice.candidates(problem, rows, 132, "n,k")) for rows in classes}
+        specs = dict.fromkeys(plan.spec for plans in of_all.values() for plan in plans)
+        kept = frozenset(spec for spec in specs if rng.random() < 0.5)
+        for rows, plans in of_all.items():
+            wanted = [plan for at, plan in enumerate(plans) if at == 0 or plan.spec in kept]
+            assert list(choice.candidates(problem, rows, 132, "n,k", kept)) == wanted
+
+
 def test_tiles_span_shards_that_end_with_an_empty_tile_row() -> None:
     """Four shards of 295 rows are twelve rows of tiles, ten if all is one plane; of 384 rows nothing is saved."""
     problem = AllGatherGemmProblem(Topology(4, 4), 6880, 896, "bfloat16", True)
