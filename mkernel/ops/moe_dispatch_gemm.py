@@ -169,7 +169,7 @@ def moe_dispatch_gemm(
     expert_counts
         (E) int32, to be filled: how many tokens of all ranks each expert gets. None: not wanted.
     routing
-        Of an earlier dispatch: sends the same way again.
+        Of an earlier dispatch: sends the same way again, with ``topk_ids=None``.
     max_tokens
         Most tokens of any rank in any call; the same on every rank. None: the most that a rank has at the first call, rounded up.
     max_rows
@@ -215,12 +215,24 @@ def moe_dispatch_gemm(
     The algorithm: the ranks exchange their routing; each works out all places, fetches every row that it needs once, in order of its first
     expert, and multiplies blocks of rows as they become complete (kernels_src/ops/moe_dispatch_gemm.cuh).
     """
-    if topk_ids is None and routing is not None:
+    if routing is not None:
         check_routing(routing)
+        if topk_ids is not None:
+            raise ArgumentError(
+                "routing", type(routing).__name__, "topk_ids says where tokens go", "pass one of them, and None for the other"
+            )
         topk_ids = routing[0]
     options = (activation, clamp, max_tokens, max_rows, alignment)
     result: Dispatched = call(OP, (x, topk_ids, w, topk_weights, expert_counts), options, world=world, out=out, split=split, stream=stream)
     return result
+
+
+def _is_positive(value: Any) -> bool:
+    """In float32."""
+    try:
+        return isinstance(value, numbers.Real) and bool(np.float32(value) > 0)
+    except OverflowError:
+        return False
 
 
 _NAMES = tuple(f"out.{name}" for name in (*Dispatched._fields[:-1], *(f"routing.{name}" for name in Routing._fields[:-1])))
@@ -259,7 +271,7 @@ class MoeDispatchGemm(Op[MoeDispatchGemmProblem]):
         activation, clamp, alignment = options["activation"], options["clamp"], options["alignment"]
         if activation not in (None, "swiglu"):
             raise ArgumentError("activation", repr(activation), 'must be "swiglu" or None')
-        if clamp is not None and (activation is None or not isinstance(clamp, numbers.Real) or not np.float32(clamp) > 0):
+        if clamp is not None and (activation is None or not _is_positive(clamp)):
             raise ArgumentError("clamp", clamp, "must be a number that is positive in float32, and only with an activation")
         experts, columns, row_major, _ = layout_of_experts("w", w, h, x.dtype)
         gated = activation is not None

@@ -379,7 +379,7 @@ def _scale(scale: Any, d: int) -> float:
         return 1 / math.sqrt(d)
     try:
         value = float(scale)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0 < value < 1e30:
         raise ArgumentError("scale", scale, "must be a positive number, or None for 1 / sqrt(D)")

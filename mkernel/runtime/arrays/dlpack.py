@@ -73,6 +73,10 @@ def host_view(array: Any) -> TensorView:
         return _from_dlpack(array)
     if not isinstance(array, np.ndarray) and not hasattr(array, "__array_interface__"):
         raise ArgumentError("array", type(array).__name__, "is no array: neither DLPack nor an array interface", "numpy.asarray makes one")
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(
+            "array", type(array).__name__, "has elements that do not count, which no op leaves out", "use its .filled(0), or .data"
+        )
     host = np.asarray(array)
     if not host.dtype.isnative or host.dtype.hasobject:
         raise ArgumentError("array", host.dtype, "must have a native numeric element type")
