@@ -12,6 +12,7 @@ from mkernel.errors import ArgumentError
 from mkernel.ops.call import ask, call, stream_of
 from mkernel.ops.op import Instance, find
 from mkernel.ops.schedule import Choice, choice_of, executable, plan_for, prepare, reserve
+from mkernel.planner.row_classes import MOST_ROWS
 from mkernel.runtime import current
 from mkernel.runtime.plan import title_of
 
@@ -100,7 +101,7 @@ class PreparedPlan:
         return f"<mkernel.PreparedPlan for {limit}, workspace {self.workspace_bytes} bytes; made with {made}>"
 
     def _checked(self, rows: int) -> int:
-        if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 0:
+        if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or not 0 <= rows <= MOST_ROWS:
             raise ArgumentError("rows", rows, "must be a number of rows of the first operand, or None for those the plan was made with")
         if self.max_rows is not None and rows > self.max_rows:
             raise ArgumentError("a.shape", f"{rows} rows", f"the plan was made for at most {self.max_rows}", "make one with more max_rows")

@@ -186,6 +186,8 @@ def tune_calls(
     of, backend = find(op), world.backend
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ArgumentError("samples", samples, "must be a positive integer")
+    if not (save is None or isinstance(save, bool)):
+        raise ArgumentError("save", save, "must be True, False or None")
     queue = stream_of(world, arrays, stream)
     if backend.capturing(queue):
         raise ArgumentError("stream", stream, "is being captured, and tuning measures", "tune before the capture")

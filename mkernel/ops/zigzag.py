@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
+from mkernel.runtime.options import whole_number
 
 if TYPE_CHECKING:
     from mkernel.typing import Array
@@ -52,10 +53,11 @@ def zigzag_shard(x: Array, axis: int, *, rank: int, ranks: int, cu_seqlens: Iter
     >>> mk.zigzag_shard(x, 0, rank=0, ranks=2, cu_seqlens=[0, 3, 8]).tolist()  # of 3 and of 5 rows
     [0, 0, 3, 4, 0, 0]
     """
-    if not 0 <= rank < ranks:
+    rank, ranks = whole_number("rank", rank, 0), whole_number("ranks", ranks, 1)
+    if rank >= ranks:
         raise ArgumentError("rank", rank, f"must be 0 to ranks - 1 = {ranks - 1}")
+    axis = _axis("x", x, axis)
     length = x.shape[axis]
-    axis %= len(x.shape)
     pieces = []
     for begin, end in _sequences(length, cu_seqlens):
         if cu_seqlens is None and length % (2 * ranks):
@@ -98,10 +100,11 @@ def zigzag_unshard(shards: Sequence[Array], axis: int, *, cu_seqlens: Iterable[A
     >>> mk.zigzag_unshard([mk.zigzag_shard(x, 0, rank=r, ranks=3) for r in range(3)], 0).tolist() == x.tolist()
     True
     """
-    if not shards:
-        raise ArgumentError("shards", shards, "must be the parts of all ranks")
+    if not isinstance(shards, Sequence) or not shards:
+        raise ArgumentError("shards", type(shards).__name__, "must be the parts of all ranks")
+    for shard in shards:
+        axis = _axis("shards", shard, axis)
     ranks, held = len(shards), shards[0].shape[axis]
-    axis %= len(shards[0].shape)
     if any(tuple(shard.shape) != tuple(shards[0].shape) for shard in shards):
         raise ArgumentError("shards", [tuple(shard.shape) for shard in shards], "must have the same shape")
     if cu_seqlens is None and held % 2:
@@ -120,12 +123,27 @@ def zigzag_unshard(shards: Sequence[Array], axis: int, *, cu_seqlens: Iterable[A
     return whole
 
 
+def _axis(name: str, x: Any, axis: Any) -> int:
+    """The axis of an array, counted from its first."""
+    shape = getattr(x, "shape", None)
+    if not isinstance(shape, tuple):
+        raise ArgumentError(name, type(x).__name__, "is no array")
+    return whole_number("axis", axis, -len(shape), len(shape) - 1) % len(shape)
+
+
 def _sequences(length: int | None, cu_seqlens: Iterable[Any] | None) -> list[tuple[int, int]]:
     """First row of each sequence, and the one after its last. ``length``: of all; None: as ``cu_seqlens`` says."""
     if cu_seqlens is None:
         assert length is not None
         return [(0, length)]
-    ends = [int(end) for end in cu_seqlens]
+    try:
+        given = list(cu_seqlens)
+        ends = [int(end) for end in given]
+        is_whole = all(bool(end == whole) for end, whole in zip(given, ends, strict=True))
+    except (TypeError, ValueError, OverflowError):
+        is_whole = False
+    if not is_whole:
+        raise ArgumentError("cu_seqlens", cu_seqlens, "must be numbers of rows")
     if not ends or ends[0] != 0 or any(a > b for a, b in itertools.pairwise(ends)):
         raise ArgumentError("cu_seqlens", ends, "must begin with 0 and never decrease")
     if length is not None and ends[-1] != length:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 from mkernel import env
@@ -41,6 +42,9 @@ class Options:
                 object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, most, " or None"))
         if not isinstance(self.batch_invariant, bool):
             raise ArgumentError("batch_invariant", self.batch_invariant, "must be True or False")
+        for name in ("target", "transport"):
+            if not isinstance(getattr(self, name), str):
+                raise ArgumentError(name, getattr(self, name), "must be a name")
 
     @classmethod
     def resolve(cls, **arguments: Any) -> Options:
@@ -51,18 +55,26 @@ class Options:
         env.check_all()
         if arguments.get("specialize") is not None:
             arguments["specialize"] = checked_fields(arguments["specialize"])
-        given = {name: value for name, value in arguments.items() if value is not None and not (name in _OPEN and value == _OPEN[name])}
+        given = {name: value for name, value in arguments.items() if value is not None and not _is_open(name, value)}
         told = {name: variable.get() for name, variable in _VARIABLES.items() if name not in given and variable.is_set()}
         return cls(**{**known, **told, **given})
 
 
 def whole_number(name: str, value: Any, least: int, most: int = _MANY, otherwise: str = "") -> int:
     """An argument that is an integer, of Python or of NumPy, within limits. Raises ArgumentError. ``otherwise``: what it may be, too."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= value.__index__() <= most:
+    number = None if isinstance(value, bool) else _integer(value)
+    if number is None or not least <= number <= most:
         wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
-        limit = f" up to {most}" if isinstance(value, int) and value > most else ""
+        limit = f" up to {most}" if number is not None and number > most else ""
         raise ArgumentError(name, value, f"must be {wanted}{limit}{otherwise}")
-    return int(value.__index__())
+    return number
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def checked_fields(wanted: Any) -> str:
@@ -74,6 +86,12 @@ def checked_fields(wanted: Any) -> str:
 
 
 _OPEN: dict[str, Any] = {"transport": "auto", "batch_invariant": False}  # what stands for None
+
+
+def _is_open(name: str, value: Any) -> bool:
+    return name in _OPEN and isinstance(value, type(_OPEN[name])) and bool(value == _OPEN[name])
+
+
 # Options that the environment may give.
 _VARIABLES: dict[str, env.Variable[Any]] = {
     "ranks_per_node": env.RANKS_PER_NODE,

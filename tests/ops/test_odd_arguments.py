@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ CALLS = 40
 M, N, K = 8, 24, 16
 
 ODD: list[Any] = [
-    None, -1, 0, 1, 3, 1.5, float("nan"), "x", b"x", True, 2**31, 2**32, 2**63, 2**70, -(2**40), [], (), {}, [1, 2], object(), ...,
+    None, -1, 0, 1, 3, 1.5, float("nan"), float("inf"), "x", b"x", True, 2**31, 2**32, 2**63, 2**70, -(2**40), 10**400, "", "\0",
+    [], (), {}, [1, 2], (1, 2), {"a": 1}, object(), ...,
     np.int64(3), np.float32(2), np.array(4), np.array([1]), "zigzag", "float32", "two_shot", slice(3), type, len,
     mk.Split(), mk.Split(compute=1), mk.Split(-1), mk.Split("a"),
 ]  # fmt: skip
@@ -59,6 +61,8 @@ CHANGES: dict[str, Change] = {
     "odd strides": lambda a: np.lib.stride_tricks.as_strided(np.concatenate([a, a]), a.shape, tuple(stride + 1 for stride in a.strides)),
     "read-only": lambda a: _read_only(a),
     "a subclass": lambda a: a.view(type("Mine", (np.ndarray,), {})),
+    "masked": lambda a: np.ma.masked_array(a, a == 1),
+    "between its elements": lambda a: np.frombuffer(b"x" + a.tobytes() + b"x", np.uint8)[1:-1].view(a.dtype).reshape(a.shape),
 }
 
 
@@ -69,7 +73,16 @@ def _read_only(a: Any) -> Any:
 
 
 def calls_of(world: Any, rng: np.random.Generator) -> dict[str, tuple[list[Any], dict[str, Any]]]:
-    """Arguments that are right, of each op."""
+    """Arguments that are right, of each op, and the defaults of all others."""
+    return {op: (args, _defaults(op, len(args)) | options) for op, (args, options) in _calls_of(world, rng).items()}
+
+
+def _defaults(op: str, given: int) -> dict[str, Any]:
+    parameters = list(inspect.signature(getattr(mk, op)).parameters.values())[given:]
+    return {parameter.name: parameter.default for parameter in parameters if parameter.name != "world"}
+
+
+def _calls_of(world: Any, rng: np.random.Generator) -> dict[str, tuple[list[Any], dict[str, Any]]]:
     size = world.size
 
     def integers(*shape: int) -> Any:
@@ -125,7 +138,7 @@ def bits_of(result: Any) -> list[bytes]:
 
 
 def plain(value: Any) -> Any:
-    return np.array(value, order="C") if isinstance(value, np.ndarray) else value
+    return np.array(np.ma.filled(value, 0), order="C") if isinstance(value, np.ndarray) else value
 
 
 def bits_for_plain_copies(op: str, args: list[Any], options: dict[str, Any]) -> list[bytes]:
@@ -226,3 +239,69 @@ def test_odd_arguments_of_one_rank(rng: np.random.Generator, world: str, tmp_pat
         assert set(outcomes) <= {"refused", "failed", "right"} and (set(outcomes) == {"right"} or "right" not in outcomes), (seed, found)
         assert all(text.endswith(": MismatchError") for text in found if text.startswith("failed")), (seed, found)  # nobody waited
     assert "refused" in seen, "some are not taken"
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    with mk.init(**WORLD) as world:
+        yield world
+
+
+def test_no_argument_is_left_out(world: Any, rng: np.random.Generator) -> None:
+    """Each by itself: what means nothing is refused by name, not ignored."""
+    for op, (args, options) in calls_of(world, rng).items():
+        names = [name for name in inspect.signature(getattr(mk, op)).parameters if name != "world"]
+        for name in names:
+            given = dict(zip(names, args, strict=False)) | options
+            with pytest.raises(ArgumentError, match=name.removeprefix("topk_")):
+                getattr(mk, op)(**(given | {name: object()}))
+    x, ids, w = calls_of(world, rng)["moe_dispatch_gemm"][0]
+    routing = mk.moe_dispatch_gemm(x, ids, w).routing
+    with pytest.raises(ArgumentError, match="topk_ids says where tokens go"):
+        mk.moe_dispatch_gemm(x, ids, w, routing=routing)
+
+
+def others_of(world: Any) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """What is public beside the ops, with arguments that are right."""
+    a, b = np.ones((M, K), BFLOAT16), np.ones((K, N), BFLOAT16)
+    rows = np.arange(16)
+    plan = mk.plan("allgather_gemm", a, b)
+    options = {name: value for name, value in WORLD.items() if name != "target"}
+    return {
+        "init": (lambda **given: mk.init(**given).close(), options | {"target": "cpu", "transport": "auto", "max_sms": None}),
+        "plan": (
+            lambda op, a, b, **given: mk.plan(op, a, b, **given),
+            {"op": "allgather_gemm", "a": a, "b": b, "max_rows": 8, "split": None},
+        ),
+        "plan, tiled": (lambda tiling: mk.plan("allgather_gemm", a, b, tiling=tiling), {"tiling": {"block_n": 64}}),
+        "describe": (lambda rows: plan.describe(rows) + str(plan.split(rows)), {"rows": 3}),
+        "run": (lambda a, b: plan.run(a, b), {"a": a, "b": b}),
+        "tune": (lambda **given: mk.tune("allgather_gemm", a, b, **given), {"samples": 1, "save": False}),
+        "empty": (world.empty, {"shape": (2, 8), "dtype": "float16"}),
+        "zeros": (world.zeros, {"shape": 8, "dtype": np.float16}),
+        "split": (lambda **given: mk.allgather_gemm(a, b, split=mk.Split(**given)), {"compute": 1, "intra_comm": None}),
+        "zigzag_shard": (mk.zigzag_shard, {"x": rows, "axis": 0, "rank": 1, "ranks": 2, "cu_seqlens": [0, 5, 16]}),
+        "zigzag_unshard": (mk.zigzag_unshard, {"shards": [rows, rows], "axis": 0, "cu_seqlens": None}),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_odd_arguments_of_what_is_no_op(world: Any, rng: np.random.Generator) -> None:
+    """An error of mkernel's own, if any, and the world stays usable."""
+    taken = 0
+    for _ in range(40):
+        for what, (function, right) in others_of(world).items():
+            place = str(rng.choice(list(right)))
+            odd = ODD[int(rng.integers(len(ODD)))]
+            if (what, place) == ("tune", "samples") and isinstance(odd, int) and odd > 3:
+                continue  # it would take as long
+            try:
+                function(**(right | {place: odd}))
+                taken += 1
+            except mk.Error:
+                continue
+            except Exception as error:
+                raise AssertionError(f"{what}, {place} {odd!r}: {type(error).__name__}: {error}") from error
+    assert taken > 0, "some are right"
+    args, _ = calls_of(world, rng)["gemm_allreduce"]
+    assert bits_of(mk.gemm_allreduce(*args)) == bits_for_plain_copies("gemm_allreduce", args, {})
