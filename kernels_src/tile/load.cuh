@@ -9,10 +9,11 @@ namespace mkernel {
 // Kernels that call compute_role() first of all may be launched early: in a world of one, as planner/gemm.py says.
 constexpr bool kEarly = kWorldSize == 1;
 
+constexpr uint64_t kFewBytes = 10 << 20;  // of A and B of a call
+
 // Whether a kernel that may be launched early may begin before this one ends. Where this one has no tiles for nearly all SMs, some of its CTAs
 // would come to the SMs that are left and the others wherever a CTA ends, so that its tiles are where they happen to be, not spread over the device, and
 // memory gives a sixth less (docs/speed_log.md). Of few bytes it is asked for little, and to begin sooner is worth more.
-constexpr uint64_t kFewBytes = 10 << 20;  // of A and B
 template <class Config, class Op>
 MK_DEVICE bool lets_next_begin(const Op& op) {
   const uint32_t ctas = op.p.fields.ctas;

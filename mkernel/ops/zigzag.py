@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mkernel.errors import ArgumentError
-from mkernel.runtime.options import whole_number
+from mkernel.runtime.integers import whole_number
 
 if TYPE_CHECKING:
     from mkernel.typing import Array
@@ -137,9 +137,9 @@ def _sequences(length: int | None, cu_seqlens: Iterable[Any] | None) -> list[tup
         assert length is not None
         return [(0, length)]
     try:
-        given = list(cu_seqlens)
+        given = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)  # of a device all at once
         ends = [int(end) for end in given]
-        is_whole = all(bool(end == whole) for end, whole in zip(given, ends, strict=True))
+        is_whole = all(end == whole for end, whole in zip(given, ends, strict=True))
     except (TypeError, ValueError, OverflowError):
         is_whole = False
     if not is_whole:

@@ -13,9 +13,10 @@ from mkernel import env
 from mkernel.errors import AbortedError
 from mkernel.runtime import current
 from mkernel.runtime.init import open_world
+from mkernel.runtime.integers import whole_number
 from mkernel.runtime.opening.placement import RankInfo, choose_target
 from mkernel.runtime.opening.target import MakeBackend, gpus_here
-from mkernel.runtime.options import Options, whole_number
+from mkernel.runtime.options import Options
 from mkernel.runtime.ranks.bootstrap import ThreadGroup, host_identity
 from mkernel.runtime.world import World
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 from mkernel import env
 from mkernel.errors import ArgumentError
 from mkernel.planner.specialize import parse
+from mkernel.runtime.integers import MANY, whole_number
 
-__all__ = ["DEFAULT_ENTRY_TIMEOUT", "DEFAULT_TIMEOUT", "Options", "checked_fields", "whole_number"]
+__all__ = ["DEFAULT_ENTRY_TIMEOUT", "DEFAULT_TIMEOUT", "Options", "checked_fields"]
 
 DEFAULT_TIMEOUT = 30.0  # seconds
 DEFAULT_ENTRY_TIMEOUT = 600.0  # seconds
 _MOST_BYTES = (1 << 47) - 1  # that a process can map
-_MANY = 1 << 16  # more than there are of anything
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
                 raise ArgumentError(name, value, "must be a number of seconds greater than 0")
-        for name, most in (("ranks_per_node", _MANY), ("heap_bytes", _MOST_BYTES), ("max_sms", _MANY)):
+        for name, most in (("ranks_per_node", MANY), ("heap_bytes", _MOST_BYTES), ("max_sms", MANY)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole_number(name, getattr(self, name), 1, most, " or None"))
         if not isinstance(self.batch_invariant, bool):
@@ -58,23 +57,6 @@ class Options:
         given = {name: value for name, value in arguments.items() if value is not None and not _is_open(name, value)}
         told = {name: variable.get() for name, variable in _VARIABLES.items() if name not in given and variable.is_set()}
         return cls(**{**known, **told, **given})
-
-
-def whole_number(name: str, value: Any, least: int, most: int = _MANY, otherwise: str = "") -> int:
-    """An argument that is an integer, of Python or of NumPy, within limits. Raises ArgumentError. ``otherwise``: what it may be, too."""
-    number = None if isinstance(value, bool) else _integer(value)
-    if number is None or not least <= number <= most:
-        wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
-        limit = f" up to {most}" if number is not None and number > most else ""
-        raise ArgumentError(name, value, f"must be {wanted}{limit}{otherwise}")
-    return number
-
-
-def _integer(value: Any) -> int | None:
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def checked_fields(wanted: Any) -> str:

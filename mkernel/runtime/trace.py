@@ -12,7 +12,7 @@ from mkernel import abi
 from mkernel.abi import FlagKind, Role, TraceKind
 from mkernel.errors import ArgumentError, Error
 from mkernel.runtime.clock import Clock
-from mkernel.runtime.options import whole_number
+from mkernel.runtime.integers import whole_number
 from mkernel.runtime.pictures import perfetto
 from mkernel.runtime.pictures.occupancy import Occupancy, occupancy
 from mkernel.runtime.pictures.timeline import draw

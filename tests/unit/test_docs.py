@@ -131,7 +131,7 @@ def _layers(text: str) -> list[set[str]]:
     ("first", "layers"),
     [
         ("errors |", [{name or "mkernel" for name in layer} - {"version"} for layer in LAYERS if layer != ("__main__",)]),
-        ("arrays |", [set(floor) for floor in RUNTIME_FLOORS]),
+        ("integers <", [set(floor) for floor in RUNTIME_FLOORS]),
     ],
 )
 def test_the_order_of_imports_is_the_one_that_is_tested(first: str, layers: list[set[str]]) -> None:

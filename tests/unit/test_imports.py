@@ -33,6 +33,7 @@ LAYERS = (
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 # The same inside the runtime, by folder or file: those of one floor are ignorant of each other.
 RUNTIME_FLOORS = (
+    ("integers",),
     ("arrays", "clock", "closing", "heap", "logs", "options", "pictures", "plan", "progress", "tuning_cache"),
     ("backend", "failure", "trace"),
     ("ranks", "cpu", "cuda", "fabric"),  # how ranks hear each other; the two targets; the network that SMs play

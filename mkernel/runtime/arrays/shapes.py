@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from mkernel.errors import ArgumentError
+from mkernel.runtime.integers import integer_of
 
 __all__ = ["dtype_of", "extents_of"]
 
@@ -27,12 +27,13 @@ def extents_of(shape: Any, item: int) -> tuple[int, ...]:
     ArgumentError
         An extent is no integer or negative, there are too many, or no address space holds them.
     """
-    given: Any = [shape] if _is_integer(shape) else shape
+    given: Any = shape if integer_of(shape) is None else [shape]
     if hasattr(given, "__array_interface__") and len(given.shape) == 1:
         given = list(given)  # an array of integers
-    if not isinstance(given, Sequence) or isinstance(given, _NO_SHAPES) or not all(map(_is_integer, given)):
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, _NO_SHAPES)
+    extents = tuple(extent for extent in map(integer_of, given) if extent is not None) if is_sequence else ()
+    if not is_sequence or len(extents) < len(given):
         raise ArgumentError("shape", repr(shape), "must be an integer or a sequence of integers")
-    extents = tuple(operator.index(extent) for extent in given)
     if any(extent < 0 for extent in extents):
         raise ArgumentError("shape", repr(shape), "must not be negative")
     if len(extents) > _DIMENSIONS:
@@ -40,18 +41,6 @@ def extents_of(shape: Any, item: int) -> tuple[int, ...]:
     if math.prod(filter(None, extents)) * item >= _BYTES:
         raise ArgumentError("shape", repr(shape), "is larger than any memory")
     return extents
-
-
-def _is_integer(value: Any) -> bool:
-    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
-        return False
-    if getattr(value, "shape", ()) != ():
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
 
 
 def dtype_of(dtype: Any) -> tuple[str, int]:
