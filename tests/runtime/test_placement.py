@@ -104,27 +104,24 @@ def test_device_order() -> None:
     assert [choose_device(chosen, rank).ordinal for rank in range(4)] == [3, 2, 1, 0], "a device made current is kept"
 
 
-@pytest.mark.drawn(100)
 def test_ranks_of_any_world_are_where_their_processes_are(rng: np.random.Generator) -> None:
     """A world has any of a program's processes, as many of each host, which say in different ways on which GPU they are."""
-    hosts, count = "abc"[: rng.integers(1, 4)], int(rng.integers(1, 9))
-    each = int(rng.integers(1, count + 1))
-    launched = bool(rng.random() < 0.5)
-    members: list[RankInfo] = []
-    own: list[int] = []
-    for host in hosts:
-        for number in rng.permutation(count)[:each]:
-            tells = not launched or rng.random() < 0.5
-            members.append(
-                RankInfo(
-                    host, {}, gpus(count, host=host), preferred=int(number) if tells else None, number=int(number) if launched else None
-                )
-            )
-            own.append(int(number))
-    assert [choose_device(members, rank).ordinal for rank in range(len(members))] == own
-    assert choose_target(members, "auto") == "cuda"
-    if launched:
-        assert [host_slot(members, rank) for rank in range(len(members))] == own
+    for _ in range(100):
+        hosts, count = "abc"[: rng.integers(1, 4)], int(rng.integers(1, 9))
+        each = int(rng.integers(1, count + 1))
+        launched = bool(rng.random() < 0.5)
+        members: list[RankInfo] = []
+        own: list[int] = []
+        for host in hosts:
+            for number in map(int, rng.permutation(count)[:each]):
+                tells = not launched or rng.random() < 0.5
+                said = {"preferred": number if tells else None, "number": number if launched else None}
+                members.append(RankInfo(host, {}, gpus(count, host=host), **said))
+                own.append(number)
+        assert [choose_device(members, rank).ordinal for rank in range(len(members))] == own
+        assert choose_target(members, "auto") == "cuda"
+        if launched:
+            assert [host_slot(members, rank) for rank in range(len(members))] == own
 
 
 @pytest.mark.parametrize("numbers", [(None, 3), (3, 3), (0, None), (2, 5)])

@@ -122,6 +122,13 @@ def test_a_named_mutation_whose_text_is_gone_is_no_success(tmp_path: Path, capsy
     assert "STALE" in capsys.readouterr().out
 
 
+def test_none_of_those_that_are_named_may_survive(capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = [run.Verdict(mutation, "killed", 1.0) for mutation in NAMED]
+    assert run.report(verdicts, 1.0) == 0
+    assert run.report([*verdicts[1:], run.Verdict(NAMED[0], "survived", 1.0)], 1.0) == 1
+    assert "1 of those that are named were not" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("killed", "of", "status"), [(8, 10, 0), (79, 100, 1), (0, 0, 1)])
 def test_four_of_five_are_enough(killed: int, of: int, status: int) -> None:
     mutation = Mutation("mkernel/ops/call.py", 1, 0, "a", "b", "x")
