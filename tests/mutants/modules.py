@@ -67,7 +67,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "mkernel/runtime/pictures/bins.py": ("tests/unit/test_pictures.py",),
     "mkernel/runtime/init.py": (*_RUNTIME, "tests/runtime/test_placement.py"),
     "mkernel/runtime/opening/target.py": (*_RUNTIME, "tests/runtime/test_placement.py"),
-    "mkernel/runtime/world.py": (*_RUNTIME, "tests/ops/test_forms.py", "tests/ops/test_values.py"),
+    "mkernel/runtime/world.py": (*_RUNTIME, "tests/ops/test_forms.py"),
     "mkernel/runtime/ranks/bootstrap.py": _LINKS,
     "mkernel/runtime/ranks/choice.py": _LINKS,
     "mkernel/runtime/ranks/control.py": _LINKS,

@@ -100,4 +100,4 @@ _KEPT = Bug("values that belong to nobody are kept", "attention/load.cuh", "bloc
 @pytest.mark.parametrize("world", ["1x1", "1x2"])
 def test_values_of_others_are_seen(rng: np.random.Generator, world: str, tmp_path: Path) -> None:
     with _KEPT.in_force(tmp_path / "kernels_src"):
-        assert any(launch(_packed, world, int(seed)) != [[]] * topology(world).size for seed in rng.integers(1 << 30, size=12))
+        assert any(launch(_packed, world, int(seed)) != [[]] * topology(world).size for seed in rng.integers(1 << 30, size=60))

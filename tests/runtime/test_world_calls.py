@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -61,6 +62,28 @@ def test_calls_are_counted_and_repeat(target: str) -> None:
         return w.call_number, abi.ControlBlock.from_address(w.header.control).epoch
 
     assert ranks(use, 3, target) == [(30, 30)] * 3
+
+
+def test_a_launch_that_is_interrupted_before_it_is_one_is_not_counted() -> None:
+    """Something asks for attention once the launch has looked, and Ctrl-C comes while it attends."""
+
+    def use(w: World) -> list[int]:
+        call(w)
+        order = w.backend.order
+
+        def asks(*args: Any) -> Any:
+            w.attention = True
+            return order(*args)
+
+        stopped = mock.patch.object(w.failures, "check", side_effect=KeyboardInterrupt)
+        with mock.patch.object(w.backend, "order", asks), stopped, pytest.raises(KeyboardInterrupt):
+            call(w)
+        counts = [w.call_number]
+        call(w)
+        w.synchronize()
+        return [*counts, w.call_number, abi.ControlBlock.from_address(w.header.control).epoch]
+
+    assert ranks(use, 2) == [[1, 2, 2]] * 2
 
 
 def test_the_workspace_grows_in_place_until_it_meets_the_arrays(target: str) -> None:
