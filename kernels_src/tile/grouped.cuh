@@ -91,6 +91,7 @@ struct GroupedTiles : BasicOp<Config, Parameters> {
   static constexpr bool kMasks = true, kShortTiles = Shape::kHasHalves;
 
   MK_DEVICE uint32_t num_tiles() const { return experts.num_tile_rows() * this->tiles_n(); }
+  MK_DEVICE bool has_few_bytes() const { return false; }  // routing says how many experts and rows there are
   MK_DEVICE TileCoordinate coordinate(uint32_t tile) const {
     const uint32_t tiles_n = this->tiles_n(), e = experts.expert_of(tile / tiles_n);
     const RasterPosition at = raster(tile - experts.first_tile_row(e) * tiles_n, experts.tile_rows(e), tiles_n, p.group_m);

@@ -9,18 +9,13 @@ namespace mkernel {
 // Kernels that call compute_role() first of all may be launched early: in a world of one, as planner/gemm.py says.
 constexpr bool kEarly = kWorldSize == 1;
 
-constexpr uint64_t kFewBytes = 10 << 20;  // of A and B of a call
-
 // Whether a kernel that may be launched early may begin before this one ends. Where this one has no tiles for nearly all SMs, some of its CTAs
 // would come to the SMs that are left and the others wherever a CTA ends, so that its tiles are where they happen to be, not spread over the device, and
 // memory gives a sixth less (docs/speed_log.md). Of few bytes it is asked for little, and to begin sooner is worth more.
 template <class Config, class Op>
 MK_DEVICE bool lets_next_begin(const Op& op) {
   const uint32_t ctas = op.p.fields.ctas;
-  if constexpr (requires { op.p.rows; }) {  // of several products it is routing that says how many
-    if (uint64_t(op.p.rows + extent_n(op.p)) * extent_k(op.p) * 2 <= kFewBytes) return true;
-  }
-  return op.num_tiles() * GemmShape<Config>::kCluster + ctas / 16 >= ctas;
+  return op.has_few_bytes() || op.num_tiles() * GemmShape<Config>::kCluster + ctas / 16 >= ctas;
 }
 
 // Partial tiles that are added pass through the same stages, kAddPanels panels (both warpgroups' blocks) at a time.

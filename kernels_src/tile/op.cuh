@@ -24,6 +24,7 @@ concept TileOp = requires(const Op op, const Call& call, const Entered& entered,
   { op.coordinate(tile) } -> Same<TileCoordinate>;      // and the coordinate is that of this CTA's: the one function from number to place
   requires Same<decltype(Op::kParts), const uint32_t>;  // parts of a tile, at most
   { op.parts(c) } -> Same<uint32_t>;                    // parts of this one; 0: there is no such tile
+  { op.has_few_bytes() } -> Same<bool>;                 // the operands of a call: memory does not bind
 
   // ---- their inputs
   { op.waits(c, part) } -> Same<bool>;                 // false: the part reads this rank's own inputs only. Of both tiles of a pair alike
@@ -170,6 +171,7 @@ struct BasicOp {
     c.index = raster_number(c.m, c.n, rows, tiles_n(), p.group_m);
     return c;
   }
+  MK_DEVICE bool has_few_bytes() const { return uint64_t(p.rows + extent_n(p)) * extent_k(p) * 2 <= 10 << 20; }  // docs/speed_log.md
   MK_DEVICE uint32_t steps_k() const { return (extent_k(p) + Shape::kBlockK - 1) / Shape::kBlockK; }
   // Of the last row of tiles no more rows are loaded than there are, in whole warps' rows, by a map of its own: to fill rows that are not there with
   // zeros takes TMA longer than to load rows. What the others hold does not matter.

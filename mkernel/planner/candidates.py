@@ -94,13 +94,13 @@ class _Kinds:
         self._kernels, self._kept = kernels, kept
 
     def plan(self, kind: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, or None if it is not wanted, or there is none."""
+        """What ``make`` returns, of a kind not known yet also where it is not wanted; None if it is known not to be, or there is none."""
         if self._kept is not None and kind in self._kernels and self._kernels[kind] not in self._kept:
             return None
         with contextlib.suppress(SplitError, TilingError):  # few SMs, or k steps
             plan = make()
-            kernel = self._kernels.setdefault(kind, plan.spec)
-            return plan if self._kept is None or kernel in self._kept else None
+            self._kernels[kind] = plan.spec
+            return plan
         return None
 
 

@@ -152,9 +152,8 @@ def _tile_of(plan: AllGatherGemmPlan | ReducePlan) -> TileShape:
     if isinstance(plan, AllGatherGemmPlan):
         load_rows, in_turn, sharing_k = plan.load_rows, plan.tiles_at_once > 1, plan.cluster_k > 1
     stages = plan.stages_of(plan.load_rows)
-    return TileShape(
-        plan.block_rows, plan.columns, load_rows, plan.cluster, plan.cluster_n, stages, plan.swapped > 0, in_turn, sharing_k
-    )  # fmt: skip
+    swapped, clusters = plan.swapped > 0, (plan.cluster, plan.cluster_n)
+    return TileShape(plan.block_rows, plan.columns, load_rows, *clusters, stages, swapped, in_turn, sharing_k)
 
 
 def _operands_of(problem: AllGatherGemmProblem | ReduceProblem) -> Operands:

@@ -61,7 +61,7 @@ class Chain:
 
 @pytest.mark.parametrize("number", range(8))
 def test_a_call_reads_what_the_one_before_it_has_written(request: pytest.FixtureRequest, world: Any, number: int) -> None:
-    """Of a row to waves of tiles, of few bytes and of many: whether the next call may begin depends on both (``lets_next_begin``)."""
+    """One row to waves of tiles, few bytes and many: whether the next call may begin depends on both (``lets_next_begin``)."""
     seed = request.config.getoption("--seed") * 8 + number
     order = random.Random(seed)
     rows, size = round(2048 ** order.random()), 8 * round(64 * 6 ** order.random())
