@@ -29,8 +29,8 @@ from mkernel.planner.tiling import Tiling
 __all__ = ["Ranked", "candidates", "choose", "model_decides", "plan_allgather_gemm", "plan_reduce", "ranked"]
 
 CONFIRMED_SMS = 132
-_PER_DOUBLING = 4  # classes that are examined, beyond 128 rows: what is best changes slowly there
-_HEIGHTS_PER_DOUBLING = 8  # the same of heights of tiles
+_PER_DOUBLING = 8  # classes that are examined, beyond 128 rows: what is best changes slowly there
+_HEIGHTS_PER_DOUBLING = 16  # the same of heights of tiles
 
 
 def _some_classes(per_doubling: int) -> tuple[int, ...]:
@@ -205,15 +205,24 @@ def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None)
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
-    """The plan for a class of rows: ``_fastest``, of the kernels that the problem may have, with the heights that these have."""
-    kept = _kept(problem, sm_count, machine, specialize)
-    plan = _fastest(problem, of_class, sm_count, machine, specialize, kept)
+    """The plan for a class of rows: ``_of_any_height``, if the kernels of the problem have its height, else the fastest by what they have."""
+    plan = _of_any_height(problem, of_class, sm_count, machine, specialize)
     if not _has_own_heights(plan):
         return plan  # fewer heights make the others no faster
     heights = _heights(problem, sm_count, machine, specialize)
+    mine = with_heights(plan, heights[plan.spec])
+    if mine.block_rows == plan.block_rows:
+        return mine  # neither do they here
+    kept = _kept(problem, sm_count, machine, specialize)
     rules, *others = _promised(problem, of_class, sm_count, machine, specialize, kept)
     found = [_of_heights(rules.plan, one, heights.get(one.plan.spec), machine) for one in others]
     return _best([rules, *found], kept)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_any_height(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
+    """``_fastest``, by the kernels that the problem may have, as if each had all heights."""
+    return _fastest(problem, of_class, sm_count, machine, specialize, _kept(problem, sm_count, machine, specialize))
 
 
 def _has_own_heights(plan: Any) -> bool:
@@ -238,7 +247,7 @@ def _heights(problem: Any, sm_count: int, machine: Machine, specialize: str | No
     wanted: dict[Any, dict[int, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
     kept = _kept(problem, sm_count, machine, specialize)
     for before, rows in itertools.pairwise((0, *_some_classes(_HEIGHTS_PER_DOUBLING))):
-        plan = _fastest(problem, rows, sm_count, machine, specialize, kept)
+        plan = _of_any_height(problem, rows, sm_count, machine, specialize)
         if _has_own_heights(plan):
             wanted[plan.spec][plan.block_rows] += math.log((rows + 1) / (before + 1))
     gathers = isinstance(problem, AllGatherGemmProblem) and problem.topology.size > 1  # (reductions take NVRTC a second without any)

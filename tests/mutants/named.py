@@ -99,6 +99,8 @@ NAMED = (
     _named("all heights in one kernel", "planner/heights.py", "_MOST_OF_KERNEL // size[kind]", "_MOST"),
     _named("as many heights as there are", "planner/heights.py", " > _MOST:", " > 99 * _MOST:"),
     _named("heights that no class wants first", "planner/heights.py", "kind, low, high = min(lost", "kind, low, high = max(lost"),
+    _named("heights that few classes are asked for", "planner/choice.py", "_HEIGHTS_PER_DOUBLING = 16", "_HEIGHTS_PER_DOUBLING = 4"),
+    _named("no other kernel for want of a height", "planner/choice.py", "if mine.block_rows == plan.block_rows:", "if mine:"),
     _named("kernels of few heights are thought to have all", "planner/choice.py", "heights.get(one.plan.spec), machine)", "None, machine)"),
     _named("a cluster in a world of one is waited for", "planner/gemm.py", "alone and apart and cluster > 1", "False"),
     _named("as few clusters alone as between ranks", "planner/pairs.py", "_LEFT_OVER_ALONE = 11", "_LEFT_OVER_ALONE = 8"),
