@@ -13,11 +13,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["BUDGET", "function_of", "is_drawn", "read", "scale_of", "write"]
+__all__ = ["BUDGET", "function_of", "is_drawn", "outgrown", "read", "scale_of", "write"]
 
 BUDGET = 360.0
 _COSTS = Path(__file__).parent / "costs.json"
 _LEAST = 0.5  # seconds: what takes less always runs
+_MORE = 5.0  # seconds, that tests may vary by
 _REST = 0.05  # of a test that takes less, about
 
 
@@ -38,6 +39,12 @@ def write(measured: Mapping[str, list[float]], path: Path = _COSTS) -> None:
     known = {name: cost for name, cost in read(path).items() if name not in means}
     kept = known | {name: round(mean, 1) for name, mean in means.items() if mean >= _LEAST}
     path.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
+
+
+def outgrown(measured: Mapping[str, list[float]], known: Mapping[str, float]) -> dict[str, float]:
+    """Mean seconds of the functions that take so much longer than is known that a run that draws them takes too long."""
+    means = {name: sum(seconds) / len(seconds) for name, seconds in measured.items()}
+    return {name: mean for name, mean in means.items() if mean > 3 * known.get(name, _LEAST) + _MORE}
 
 
 def scale_of(costs: Iterable[float | None], budget: float) -> float:

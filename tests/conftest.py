@@ -200,12 +200,17 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker of pytest-xdist tells the process that prints the summary what it has left out."""
     if session.config.getoption("--write-costs") and not hasattr(session.config, "workeroutput"):
-        measured: dict[str, list[float]] = collections.defaultdict(list)
-        for nodeid, seconds in _seconds.items():
-            measured[budget.function_of(nodeid)].append(seconds)
-        budget.write(measured)
+        budget.write(_seconds_of_functions())
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash.get(_left_out, {}))
+
+
+def _seconds_of_functions() -> dict[str, list[float]]:
+    """Of each case that ran."""
+    measured: dict[str, list[float]] = collections.defaultdict(list)
+    for nodeid, seconds in _seconds.items():
+        measured[budget.function_of(nodeid)].append(seconds)
+    return measured
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -225,6 +230,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section(f"NOT RUN: {sum(reasons.values())} tests", sep="!", yellow=True, bold=True)
         for reason, count in reasons.most_common():
             terminalreporter.line(f"{count:5d}  {reason}")
+    outgrown = {} if config.getoption("--full") else budget.outgrown(_seconds_of_functions(), budget.read())
+    for name, seconds in outgrown.items():
+        terminalreporter.line(f"{name} took {seconds:.0f} s, far more than tests/costs.json says: --write-costs keeps it")
     if terminalreporter.stats.get("failed"):
         terminalreporter.line(f"the same inputs again: --seed {config.getoption('--seed')}")
 

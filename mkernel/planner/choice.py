@@ -205,7 +205,7 @@ def _kept(problem: Any, sm_count: int, machine: Machine, specialize: str | None)
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Any, of_class: int, sm_count: int, machine: Machine, specialize: str | None) -> Any:
-    """The plan for a class of rows: ``_of_any_height``, if the kernels of the problem have its height, else the fastest by what they have."""
+    """The plan for a class of rows: ``_of_any_height`` if kernels have that height, else the fastest by the heights that they have."""
     plan = _of_any_height(problem, of_class, sm_count, machine, specialize)
     if not _has_own_heights(plan):
         return plan  # fewer heights make the others no faster

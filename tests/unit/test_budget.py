@@ -42,6 +42,12 @@ def test_costs_are_kept_by_function(tmp_path: Path) -> None:
     assert budget.read(path) == {"a.py::test_old": 3.0, "a.py::test_new": 1.5}
 
 
+def test_costs_that_grew_are_told(rng: np.random.Generator) -> None:
+    known = {name: float(rng.uniform(0.5, 20)) for name in "abcd"}
+    measured = {one: [known[one] * factor, known[one] * factor + more] for one, factor, more in [("a", 1, 5), ("b", 3, 0), ("c", 3, 11)]}
+    assert budget.outgrown(measured | {"new": [1.0], "new and long": [9.0]}, known).keys() == {"c", "new and long"}
+
+
 def test_known_costs_are_of_tests_that_exist(request: pytest.FixtureRequest) -> None:
     root = Path(__file__).parents[2]
     for name in budget.read():
