@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import re
 import shlex
@@ -16,9 +17,11 @@ from typing import Any, Generic, TypeVar
 
 from mkernel.errors import ArgumentError
 
-__all__ = ["ALL", "SPECIALIZABLE", "Variable", "check_all", "override"]
+__all__ = ["ALL", "SPECIALIZABLE", "Variable", "check_all", "ignored", "override"]
 
 T = TypeVar("T")
+
+_OF_TESTS = ("MKERNEL_TEST_", "MKERNEL_DOCS_")  # mkernel's own
 
 SPECIALIZABLE = ("n", "k", "split")  # fields of a kernel that may be compiled into it (planner/specialize.py)
 
@@ -381,6 +384,12 @@ def check_all() -> None:
     for variable in ALL.values():
         if variable.is_set():
             variable.get()
+
+
+def ignored() -> dict[str, str]:
+    """Variables that are set, look like mkernel's and are none of them: for each the one whose name is nearest, "" if none is near."""
+    names = [name for name in sorted(os.environ) if name.startswith("MKERNEL_") and name not in ALL and not name.startswith(_OF_TESTS)]
+    return {name: next(iter(difflib.get_close_matches(name, ALL, 1)), "") for name in names}
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes.util
 import dataclasses
-import difflib
 import importlib.util
 import json
 import os
@@ -354,10 +353,8 @@ def _switches() -> Iterator[Finding]:
             yield Finding("broken", variable.name, str(error), f"unset it, or give {variable.kind}", ("cuda", "cpu"))
         else:
             yield Finding("note", variable.name, f"{'set' if variable.secret else f'set to {variable.show()}'}: {variable.help}")
-    for name in sorted(os.environ):
-        if name.startswith("MKERNEL_") and name not in env.ALL:
-            close = difflib.get_close_matches(name, env.ALL, 1)
-            yield Finding("note", name, "is no switch of mkernel: ignored", f"did you mean {close[0]}?" if close else "")
+    for name, near in env.ignored().items():
+        yield Finding("note", name, "is no switch of mkernel: ignored", f"did you mean {near}?" if near else "")
 
 
 PROBES: tuple[tuple[str, tuple[str, ...], Callable[[], Iterator[Finding]]], ...] = (

@@ -199,6 +199,29 @@ def test_init_reads_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         mk.launch(lambda world: None, ranks=1, target="cpu")
 
 
+def test_a_variable_that_is_misspelt_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rng: np.random.Generator
+) -> None:
+    """One letter of a name is missing, doubled or another one; or nothing is like it."""
+    for name in rng.permutation(list(env.ALL))[:8]:
+        at = int(rng.integers(len("MKERNEL_"), len(name)))
+        letter = chr(int(rng.integers(ord("A"), ord("Z") + 1)))
+        wrong = name[:at] + str(rng.choice(["", name[at] * 2, letter])) + name[at + 1 :]
+        if wrong in env.ALL:
+            continue
+        monkeypatch.setenv(wrong, "1")
+        assert env.ignored().keys() == {wrong}
+        caplog.clear()
+        for _ in range(2):
+            Options.resolve()
+        (told,) = [record.getMessage() for record in caplog.records if wrong in record.getMessage()]
+        near = env.ignored()[wrong]
+        assert near in env.ALL and f"did you mean {near}?" in told
+        monkeypatch.delenv(wrong)
+    monkeypatch.setenv("MKERNEL_ZZZZZZZZZZZZZZZZZZZZ", "1")
+    assert env.ignored() == {"MKERNEL_ZZZZZZZZZZZZZZZZZZZZ": ""}
+
+
 def test_a_size_without_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a world of one, silently."""
     import mkernel as mk
