@@ -43,9 +43,11 @@ _WEIGHTS = tuple(math.log((end + 1) / (before + 1)) for before, end in itertools
 # Of the kernels of one N and K: how much less calls must take by another one, in the mean over all digits of M, to be worth that one.
 _LEAST_GAIN = 3e-4
 _MISSING = math.log(4)  # how much longer a class counts for that has no kernel yet
-_WORTH = 0.98  # of the time of the rules' plan: a candidate that promises less is not worth another kernel;
-# and between ranks, by chunks or partial tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles;
-# and clusters of reductions in packets, which wait for other ranks together
+# Of the time of the rules' plan, between ranks: what a candidate by another kernel must promise to be chosen; and by chunks or partial
+# tiles, which predictions are as far off, unless they differ in loads, or in the number of tiles; and clusters of reductions in packets,
+# which wait for other ranks together. In a world of one predictions rank plans better than the rules do (docs/speed_log.md, "What is
+# chosen, fitted").
+_WORTH = 0.98
 _WORTH_OF_TILES = 0.9
 _WORTH_OF_SWAPPED = 0.95  # of the latter with swapped operands
 _WORTH_OF_PACKETS = 0.8, 0.95  # of a reduction in tiles, which take less than predicted; with swapped operands (docs/speed_log.md)
@@ -107,18 +109,13 @@ def _promised(
     """All candidates, the rules' plan first; ``kept``: else by these kernels only."""
     rules, *others = candidates(problem, of_class, sm_count, specialize, kept)
     found = [Promised(rules, _predicted(rules, machine).seconds, 1.0)]
-    return found + [Promised(plan, _weighed(rules, plan, machine), min(_WORTH, _worth(rules, plan))) for plan in others]
+    return found + [Promised(plan, _weighed(rules, plan, machine), _worth(rules, plan)) for plan in others]
 
 
 def _weighed(rules: Any, plan: Any, machine: Machine) -> float:
     """Predicted seconds, of packets where the rules have tiles so many that these are surely slower."""
     is_other = isinstance(plan, ReducePlan) and plan.packets and not rules.packets
     return _predicted(plan, machine).seconds / (_WORTH_OF_PACKETS[plan.swapped > 0] if is_other else 1.0)
-
-
-def _is_sure(rules: Any) -> bool:
-    """Whether predictions are nearer than between ranks by chunks or partial tiles."""
-    return bool(rules.problem.topology.size == 1 or rules.packets)
 
 
 def _differs_in_tiles(rules: Any, plan: Any) -> bool:
@@ -129,11 +126,15 @@ def _differs_in_tiles(rules: Any, plan: Any) -> bool:
 def _worth(rules: Any, plan: Any) -> float:
     """The most that a plan may take of the rules' time, to be chosen instead."""
     gathers = isinstance(plan, AllGatherGemmPlan)
+    if rules.problem.topology.size == 1:
+        return 1.0
     if getattr(plan, "algorithm", None) != getattr(rules, "algorithm", None):
         return _WORTH_OF_TILES
-    if _is_sure(rules) or (gathers and plan.packets):  # of which predictions are near
+    if rules.packets or (gathers and plan.packets):  # of which predictions are near
         waits = plan.packets and not gathers and plan.ctas_together > 1
-        return (_WORTH_OF_SWAPPED if plan.swapped else _WORTH_OF_TILES) if waits else _WORTH
+        if not waits:
+            return 1.0 if plan.spec == rules.spec else _WORTH
+        return _WORTH_OF_SWAPPED if plan.swapped else _WORTH_OF_TILES
     alike = (rules.split, rules.packets) == (plan.split, plan.packets)
     if alike and _differs_in_tiles(rules, plan):
         return _WORTH

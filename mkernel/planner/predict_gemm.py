@@ -31,10 +31,10 @@ _SUMMED, _GATHERED, _PAIR_TURN = 3.6e-6, 6.1e-6, 3.0e-6
 _IN_STEP = 0.4  # fitted: of the time of links, that those who multiply and exchange wait between tiles, because all do at the same time
 _FOUR_TURN = 1.2e-6  # fitted: how much later clusters of four take their next tiles, where each CTA exchanges packets
 _IDLE = 0.8  # fitted: of the time in which CTAs wait for the first chunks, that they are late at the end (docs/speed_log.md)
-_PAIR_START = 1.0e-6  # fitted: how much later CTAs of a cluster begin and end, where nothing else is waited for
+_PAIR_START = 0.85e-6  # fitted: how much later CTAs of a cluster begin and end, where nothing else is waited for
 # Fitted, of swapped operands: how much later they begin in a world of one, whose kernel has more code to fetch, and how many times as long
 # sums of shares take.
-_SWAPPED_START, _SWAPPED_SUMS = 0.8e-6, 1.15
+_SWAPPED_START, _SWAPPED_SUMS = 0.6e-6, 1.15
 _SWAPPED_SUMS_START = 1.8e-6  # the same of reductions in packets, alone
 _AHEAD_BYTES = 64e3  # of B, at least, that a CTA loads before its first tile may begin (kernels_src/tile/load.cuh)
 _READ_OF_ROWS, _READ_OF_PARTS = 0.93, 0.55  # fitted: what a CTA reads of its shard, of what it can write to peers (docs/speed_log.md)
@@ -153,7 +153,9 @@ def _tile_of(plan: AllGatherGemmPlan | ReducePlan) -> TileShape:
         load_rows, in_turn, sharing_k = plan.load_rows, plan.tiles_at_once > 1, plan.cluster_k > 1
     stages = plan.stages_of(plan.load_rows)
     swapped, clusters = plan.swapped > 0, (plan.cluster, plan.cluster_n)
-    return TileShape(plan.block_rows, plan.columns, load_rows, *clusters, stages, swapped, in_turn, sharing_k)
+    alone = plan.problem.topology.size == 1  # between ranks what waits for it was fitted as if both warpgroups multiplied
+    low = alone and not swapped and plan.load_rows <= BLOCK_M // 2 and (plan.may_be_low or plan.shares == 1)
+    return TileShape(plan.block_rows, plan.columns, load_rows, *clusters, stages, swapped, in_turn, sharing_k, low)
 
 
 def _operands_of(problem: AllGatherGemmProblem | ReduceProblem) -> Operands:

@@ -79,10 +79,10 @@ class Prediction(NamedTuple):
         return max(RESOURCES, key=lambda name: float(getattr(self, name)))
 
 
-def blend(*seconds: float) -> float:
+def blend(*seconds: float, sharpness: float = _BLEND) -> float:
     """Seconds of things that are done side by side and disturb each other: more than the longest, less than the sum."""
     most = max(seconds)
-    return most * float(sum((one / most) ** _BLEND for one in seconds)) ** (1 / _BLEND) if most > 0 else 0.0
+    return most * float(sum((one / most) ** sharpness for one in seconds)) ** (1 / sharpness) if most > 0 else 0.0
 
 
 def busy_of(conditions: Conditions, machine: Machine, seconds: float) -> float:

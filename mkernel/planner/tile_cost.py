@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mkernel.planner.gemm import BLOCK_K
 from mkernel.planner.heights import NARROW_COLUMNS, WIDE_COLUMNS, halves_rows
 from mkernel.planner.machine import Machine
-from mkernel.planner.prediction import ITEM
+from mkernel.planner.prediction import ITEM, blend
 
 __all__ = ["IN_TURN", "Around", "Operands", "TileCost", "TileShape", "end_of_tile", "tile_cost"]
 
@@ -18,30 +18,31 @@ _DEEP = 4  # stages that hide what loads wait for
 # How much of what all SMs load is read from L2, by columns of a tile: what neighbours ask for at the same time is read once. By ncu
 # (lts__t_sectors_op_read of l1tex__m_xbar2l1tex_read_bytes, an H100, 2212 x 2560 x 7424; docs/model.md), where 16 neighbours, the SMs of a
 # GPC, had 16 rows of tiles.
-_READ = {64: 0.97, 128: 0.82, 192: 0.56, 256: 0.56}
+_READ = {64: 0.97, 128: 0.70, 192: 0.56, 256: 0.56}
 _NEIGHBOURS = 16
+_READ_BY_CLUSTERS = 0.77  # fitted
 # The same between ranks, beside chunks or partial tiles: CTAs that wait, store or push at different times leave the step. Fitted.
 _READ_APART = {64: 0.97, 128: 0.82, 192: 0.80, 256: 0.60}
 # Fitted: how many times as long a row of 128 bytes takes an SM that lies in two lines, in whole sectors, and with half a one at either end.
-_SPLIT_ROW, _HALVES = 1.4, 1.95
+_SPLIT_ROW, _HALVES = 1.4, 1.85
 _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs also wait for other ranks, of what others take
 # Fitted: the same of swapped operands, by columns of a tile and CTAs of a cluster;
 _SWAPPED = {
-    64: {1: 0.931, 2: 1.03, 4: 1.04},
-    128: {1: 0.98, 2: 1.03, 4: 1.04},
-    192: {1: 1.02, 2: 1.04, 4: 1.07},
+    64: {1: 0.95, 2: 1.03, 4: 1.04},
+    128: {1: 0.98, 2: 0.99, 4: 1.02},
+    192: {1: 1.05, 2: 1.04, 4: 1.07},
     256: {1: 1.04, 2: 1.08, 4: 1.1},
 }
 _SWAPPED_IN_LINE = 0.98  # of clusters of four CTAs in one line, but of wide tiles; and of tiles that warpgroups have in turn
 _SWAPPED_IN_TURN = {1: 1.0, 2: 1.0, 4: 1.02}
 IN_TURN = 0.3  # fitted: of what a tile costs beside its k steps, where warpgroups have tiles in turn, of all but the last
 # Fitted: what a row takes the SM that others of its cluster load it for, of what a whole line takes that it loads itself.
-_RECEIVED = 0.4
+_RECEIVED = 0.65
 _SMS_OF_TPC = 2  # as if these took what they load through one port: fitted (docs/speed_log.md, "Full waves")
 _LOAD_BESIDE = 0.9  # fitted: of what an SM takes otherwise, where SMs also move data for other ranks
 # Fitted: how many rows in two lines, in whole sectors, L2 answers, of those that it answers CTAs alone: what neighbours ask for at the same
 # time it reads once, and clusters do not keep step.
-_TOGETHER = {1: 1.0, 2: 0.8, 4: 0.65}  # by CTAs of a cluster
+_TOGETHER = {1: 1.0, 2: 0.84, 4: 0.68}  # by CTAs of a cluster
 # Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
 # the same.
 _APART_A, _FEW_ROWS = 1.25, 2
@@ -49,6 +50,7 @@ _SECTOR = 32  # bytes
 # Fitted: a step whose data are there, of however few products; 240 cycles by stamps (docs/speed_log.md, "What a k step of few rows waits
 # for").
 _STEP = 0.14e-6
+_SHARP = 12  # fitted: how sharply the longer one of products and loads tells what a k step takes
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four, of the GEMM ops
 
 
@@ -71,6 +73,8 @@ class TileShape(NamedTuple):
         or each all of its own, so that the end of a tile is beside the beginning of the next one.
     sharing_k
         The CTAs of a cluster share K.
+    low
+        One warpgroup has all the rows that are loaded, and the other one multiplies nothing.
     """
 
     rows: int
@@ -82,6 +86,12 @@ class TileShape(NamedTuple):
     swapped: bool = False
     in_turn: bool = False
     sharing_k: bool = False
+    low: bool = False
+
+    @property
+    def multiplied(self) -> int:
+        """Rows that are multiplied."""
+        return self.rows // _WARPGROUPS if self.low else self.rows
 
     @property
     def ctas(self) -> int:
@@ -195,7 +205,7 @@ def end_of_tile(machine: Machine, tile: TileShape, n: int) -> float:
 def _load_of_step(machine: Machine, tile: TileShape, operands: Operands, around: Around) -> float:
     """Seconds until a k step's rows are there, and given to the tensor cores."""
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
-    given = _given(tile.columns, tile.rows, halves_rows(tile.columns)) if tile.swapped else _given(tile.rows, tile.columns)
+    given = _given(tile.columns, tile.rows, halves_rows(tile.columns)) if tile.swapped else _given(tile.multiplied, tile.columns)
     shared = (given + tile.load_rows + tile.columns) * BLOCK_K * ITEM / machine.sm_shared
     of_a, of_b = _rows(machine, operands.a_row, tile.ctas), _rows(machine, operands.b_row, tile.ctas)
     height, width = tile.load_rows / tile.cluster_n, tile.columns / tile.cluster  # of A and B that this CTA loads
@@ -212,10 +222,12 @@ def _load_of_step(machine: Machine, tile: TileShape, operands: Operands, around:
 def _read(tile: TileShape, around: Around) -> float:
     """How much of what SMs load is read from L2: what neighbours ask for at the same time once.
 
-    Clusters ask at different times, or for different k.
+    Clusters ask at different times, and those that share K for different k.
     """
-    if tile.ctas > 1 or tile.sharing_k:
+    if tile.sharing_k:
         return 1.0
+    if tile.ctas > 1:
+        return _READ_BY_CLUSTERS
     if around.apart:
         return _READ_APART[tile.columns]
     of_rows = _once(tile.rows, tile.columns, around.together) / _once(tile.rows, tile.columns)
@@ -237,8 +249,8 @@ def _longer(machine: Machine, tile: TileShape, around: Around) -> float:
 def tile_cost(machine: Machine, tile: TileShape, operands: Operands, around: Around, speed: float = 1.0) -> TileCost:
     """The cost of a tile. ``speed``: the share of the SM's rate that is left (``Machine.speed``)."""
     clock = min(machine.boost, 1.0 if around.moves else machine.sms / around.active)
-    products = 2.0 * tile.rows * tile.columns * BLOCK_K * operands.steps
+    products = 2.0 * tile.multiplied * tile.columns * BLOCK_K * operands.steps
     tensor = products / (machine.sm_flops * clock * speed)
     load = operands.steps * _load_of_step(machine, tile, operands, around)
     end = end_of_tile(machine, tile, operands.n) * (IN_TURN if tile.in_turn else 1.0)
-    return TileCost(tensor, load, max(tensor, load) * _longer(machine, tile, around) + end)
+    return TileCost(tensor, load, blend(tensor, load, sharpness=_SHARP) * _longer(machine, tile, around) + end)

@@ -10,16 +10,20 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mkernel import env
 from mkernel.jit.headers import kernels_src
+from mkernel.planner.choice import ranked
 from mkernel.planner.gather_plan import AllGatherGemmProblem
 from mkernel.planner.machine import H200
+from mkernel.planner.predict import predict
+from mkernel.planner.prediction import ALONE, BATCH
 from mkernel.planner.ring_attention import make_plan
 from mkernel.planner.ring_problem import RingAttentionProblem, Sizes
 from mkernel.planner.topology import Topology
-from tests.gpu import late, sanitize, tilings
+from tests.gpu import kinds, late, sanitize, tilings
 from tests.gpu.exact import EVERY_OP
 from tests.ops.test_moe_dispatch_gemm import plan_of
 
@@ -203,3 +207,42 @@ def test_tilings_goes_through_the_motions() -> None:
     code, _, text = _results(str(HERE / "tilings.py"), *words, "--shapes", *shapes)
     assert code == 0 and "new / the best of all" in text and "\n0 wrong" in text, text
     assert text.count(" old ") == 1 and all(tiling in text for tiling in shapes[1].split("/")[1:]), text
+
+
+# ---- kinds
+def test_kinds_that_compete_are_plans_of_the_call(rng: np.random.Generator) -> None:
+    for _ in range(6):
+        rows, n, k = (int(2 ** rng.uniform(*range_of)) for range_of in ((4, 13), (6, 10), (6, 9)))
+        shape = kinds.Shape.parse(f"{rows}x{8 * n}x{8 * k}{rng.choice(['r', 't'])}")
+        fastest = ranked(shape.problem, rows, 132, H200, "n,k")[0].plan.of_rows(rows)
+        found = kinds.kinds_of(shape, H200, 4)
+        assert len(set(found)) == len(found) <= 4
+        plans = [shape.plan(tiling, 132) for tiling in found]
+        assert plans[0].describe().splitlines()[1] == fastest.describe().splitlines()[1]
+
+
+def test_errors_of_kinds(tmp_path: Path) -> None:
+    """By times that are 1.1 and 1.3 of what is predicted. The slower one, predicted to be faster, loses what it is slower by."""
+    shape, path = kinds.Shape("512x1024x1024", True), tmp_path / "kinds.json"
+    tilings_of = kinds.kinds_of(shape, H200, 2)
+    times: dict[str, list[float]] = {kinds.VENDOR: [1e-9, 1e-9, 1e-9]}
+    for tiling, factor in zip(tilings_of, (1.3, 1.1), strict=True):
+        predicted = [predict(shape.plan(tiling, 132), H200, conditions) for conditions in (ALONE, BATCH)]
+        times[tiling] = [factor * one.seconds * 1e3 for one in predicted if one is not None] + [0.0]
+    path.write_text(json.dumps({"shapes": {str(shape): times}}))
+    first, second = (times[tiling] for tiling in tilings_of)
+    for mode, error in enumerate(kinds.errors(kinds.read([path]), H200)):
+        assert error.all_of_it == pytest.approx(math.sqrt((math.log(1.1) ** 2 + math.log(1.3) ** 2) / 2))
+        assert error.within_shapes == pytest.approx(math.log(1.3 / 1.1) / 2)
+        assert error.lost == pytest.approx(max(0.0, math.log(first[mode] / second[mode])))
+
+
+@pytest.mark.slow
+def test_kinds_goes_through_the_motions(tmp_path: Path) -> None:
+    shapes = ["16x64x128t/block_n=64,shares=1/block_n=128", "24x136x72r/block_n=64"]
+    out = tmp_path / "out.json"
+    code, _, text = _results(str(HERE / "kinds.py"), "--target", "cpu", "--processes", "2", "--out", str(out), "--shapes", *shapes)
+    assert code == 0 and text.endswith("\n0 wrong\n"), text
+    assert [[str(one.shape), one.tiling] for of_shape in kinds.read([out]) for one in of_shape] == [
+        [shape.split("/")[0], tiling] for shape in shapes for tiling in shape.split("/")[1:]
+    ]

@@ -46,7 +46,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,25 @@ def _short(one: Tiling) -> str:
     return f"s{one.tile_rows}{clusters}{f' /{one.shares}' if one.shares != 1 else ''}"
 
 
+def tiling_of(plan: Any, known: Collection[str]) -> Tiling:
+    """What asks for a plan like this one, of the fields that its op knows."""
+    swapped = getattr(plan, "swapped", 0) > 0
+    usual = swapped and not (getattr(plan, "narrow", False) or getattr(plan, "wide", False))
+    columns = plan.columns if swapped else plan.tile.block_n
+    fields = {
+        "block_n": None if usual else columns,
+        "span": getattr(plan, "span", None),
+        "shares": plan.shares,
+        "cluster": plan.cluster,
+        "cluster_n": getattr(plan, "cluster_n", None),
+        "packets": int(plan.packets) + int(getattr(plan, "tagged", False)),
+        "block_m": plan.block_rows if swapped else None,
+        "cluster_k": getattr(plan, "cluster_k", 1),
+        "tiles_at_once": getattr(plan, "tiles_at_once", 1),
+    }
+    return Tiling(**{name: value for name, value in fields.items() if name in known})
+
+
 class Rank:
     def __init__(self, options: argparse.Namespace) -> None:
         self.world = mk.init(target=options.target, heap_bytes=options.heap << 20)
@@ -177,18 +196,7 @@ class Rank:
         found: list[Choice] = []
         for one in ranked(case.problem, case.rows, sms, self.world.machine):
             plan = one.plan.of_rows(case.rows)  # not of its class
-            fields = {
-                "block_n": (plan.columns if getattr(plan, "narrow", False) else None) if getattr(plan, "swapped", 0) else plan.tile.block_n,
-                "span": getattr(plan, "span", None),
-                "shares": plan.shares,
-                "cluster": plan.cluster,
-                "cluster_n": getattr(plan, "cluster_n", None),
-                "packets": int(plan.packets) + int(getattr(plan, "tagged", False)),
-                "block_m": plan.block_rows if getattr(plan, "swapped", 0) else None,
-                "cluster_k": getattr(plan, "cluster_k", 1),
-                "tiles_at_once": getattr(plan, "tiles_at_once", 1),
-            }
-            tiling = Tiling(**{name: value for name, value in fields.items() if name in known})
+            tiling = tiling_of(plan, known)
             choice = choice_of(Split(intra_comm=plan.split.intra_comm), None, tiling)
             with contextlib.suppress(SplitError, TilingError):
                 made = find(op).make_plan(case.problem, case.rows, sms, choice.split, tiling=tiling)

@@ -58,7 +58,7 @@ def test_what_is_predicted_to_be_the_fastest_is(measured: Times, worst: float, m
 
 @pytest.mark.parametrize(
     ("measured", "name", "wrong"),
-    [(_HALVES, "_RECEIVED", 0.9), (_SECTORS, "_TOGETHER", {1: 1.0, 2: 1.0, 4: 1.0})],
+    [(_HALVES, "_RECEIVED", 1.2), (_SECTORS, "_TOGETHER", {1: 1.0, 2: 0.6, 4: 0.4})],
     ids=["halves", "sectors"],
 )
 def test_a_wrong_cost_of_loads_in_clusters_is_found(

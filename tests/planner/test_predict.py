@@ -19,7 +19,7 @@ from mkernel.bench.model_error import Measured, fit, held_out, measured, quantil
 from mkernel.bench.shapes import drawn
 from mkernel.errors import ArgumentError
 from mkernel.planner import choice
-from mkernel.planner.allgather_gemm import AllGatherGemmProblem
+from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
 from mkernel.planner.heights import MOST_MORE_KERNELS
 from mkernel.planner.kinds import MOST_KINDS, op_of
 from mkernel.planner.machine import H100, H200, RDMA, load, machine_named, save
@@ -28,6 +28,7 @@ from mkernel.planner.predict_gemm import _last_own, joined
 from mkernel.planner.prediction import ALONE, BATCH, RESOURCES
 from mkernel.planner.row_classes import MOST_KERNELS, classes, most_chosen
 from mkernel.planner.tile_cost import Around, Operands, TileCost, TileShape, tile_cost
+from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
 from tests.planner.kernels import kind_of_kernel
 from tests.planner.kinds import extents, problems
@@ -137,6 +138,23 @@ def test_fewer_rows_of_a_plan_take_no_longer(world: Topology, rng: np.random.Gen
             alike = all(getattr(part, name, None) == getattr(plan, name, None) for name in ("tile_rows", "fewest_own"))
             more = 0.01 if alike else 1 / plan.tile_rows
             assert fewer.seconds <= all_of_them.seconds * (1 + more), plan.describe()
+
+
+def test_of_few_rows_one_warpgroup_multiplies(rng: np.random.Generator) -> None:
+    """Up to 64 rows of a tile; where CTAs add up shares of wide tiles both multiply, since ptxas finds no registers for the other code."""
+    for _ in range(20):
+        n, k = (int(64 * 2 ** rng.uniform(2, 7)) for _ in range(2))
+        problem = AllGatherGemmProblem(Topology(1, 1), n, k, "bfloat16", bool(rng.integers(2)))
+        columns, shares = int(rng.choice([64, 128, 192, 256])), int(rng.integers(1, 3))
+
+        def tensor(rows: int) -> float:
+            found = predict(make_plan(problem, rows, 132, tiling=Tiling(columns, shares=shares, cluster=1)), H200)  # noqa: B023
+            assert found is not None
+            return found.tensor
+
+        halves = shares == 1 or columns <= 128
+        assert tensor(64) == pytest.approx(tensor(128) * (0.5 if halves else 1.0))
+        assert tensor(65) == pytest.approx(tensor(128))
 
 
 @pytest.mark.parametrize("world", [*WORLDS, *LARGE], ids=str)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mkernel.cli.main import main
+from tests.gpu.kinds import read, summary
 from tests.unit.test_imports import LAYERS, RUNTIME_FLOORS
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +122,11 @@ def test_commands_print_what_a_page_says(page: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("page", _LONG)
 def test_commands_that_take_long_print_what_a_page_says(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     _check_commands(page, capsys)
+
+
+def test_how_well_kinds_of_tiles_are_ranked() -> None:
+    ((path, shown),) = re.findall(r"```\n\$ python tests/gpu/kinds.py --read (\S+)\n(.*?)\n```", (DOCS / "model.md").read_text(), re.DOTALL)
+    assert summary(read([ROOT / path])) == shown
 
 
 def _layers(text: str) -> list[set[str]]:
