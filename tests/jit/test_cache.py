@@ -288,6 +288,18 @@ def test_it_is_told_once_and_by_doctor(
         assert "MKERNEL_CACHE_DIR" in finding.remedy
 
 
+@pytest.mark.parametrize("bad", ["garbage", "one bit", "truncated", "empty file"])
+def test_what_is_damaged_is_told(
+    bad: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = Cpu()
+    file = target.prepare()
+    BAD[bad](file, target.wrong, monkeypatch, rng)
+    with caplog.at_level(logging.WARNING, "mkernel"):
+        assert target.right()
+    assert [record.getMessage() for record in caplog.records] == [f"kernel cache: {file} is damaged: compiled again"]
+
+
 def test_folders_and_files_are_the_users_alone(target: Any, place: Path) -> None:
     before = os.umask(0)
     try:
@@ -401,6 +413,19 @@ def test_a_compiler_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MKERNEL_CXX", text)
     with pytest.raises(ArgumentError, match="MKERNEL_CXX"):
         cpu.find_compiler()
+
+
+@pytest.mark.parametrize("there", ["clang++", "c++"])
+def test_the_first_compiler_that_is_there_is_taken(there: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Only of one that was asked for is it told that it is not there."""
+    monkeypatch.delenv("MKERNEL_CXX", raising=False)
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: f"/bin/{name}" if name == there else None)
+    for asked in ("", "no-such-compiler -O1"):
+        monkeypatch.setenv("CXX", asked)
+        caplog.clear()
+        assert cpu.find_compiler() == (f"/bin/{there}",)
+        assert len(caplog.records) == bool(asked), caplog.text
+        assert not asked or asked in caplog.text
 
 
 def test_a_program_that_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

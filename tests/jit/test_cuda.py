@@ -278,6 +278,6 @@ def test_resources_agree_with_the_tool(tmp_path: Path, spill: int, caplog: pytes
 
 
 def test_what_is_no_cubin() -> None:
-    for data in (b"", b"\x7fELF", b"\x7fELF\x02" + bytes(100)):
+    for data in (b"", b"\x7fELF", b"\x7fELF\x02", b"\x7fELF\x02" + bytes(20), b"\x7fELF\x01" + bytes(100), b"\x7fELF\x02" + bytes(100)):
         with pytest.raises(ValueError, match="cubin"):
             cuda.resources(data)

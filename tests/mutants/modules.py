@@ -65,6 +65,8 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "mkernel/runtime/arrays/libraries.py": ("tests/runtime/test_streams.py", "tests/runtime/test_dlpack.py", "tests/ops/test_libraries.py"),
     "mkernel/runtime/pictures/barchart.py": ("tests/unit/test_pictures.py",),
     "mkernel/runtime/pictures/bins.py": ("tests/unit/test_pictures.py",),
+    "mkernel/runtime/failure_watch.py": (*_RUNTIME, "tests/runtime/test_network.py"),
+    "mkernel/runtime/options.py": (*_RUNTIME, "tests/jit/test_env.py"),
     "mkernel/runtime/init.py": (*_RUNTIME, "tests/runtime/test_placement.py"),
     "mkernel/runtime/opening/target.py": (*_RUNTIME, "tests/runtime/test_placement.py"),
     "mkernel/runtime/world.py": (*_RUNTIME, "tests/ops/test_forms.py"),

@@ -55,6 +55,20 @@ def test_what_a_plan_must_save() -> None:
     alone, pair, narrow = plans[256, 1], plans[256, 2], plans[128, 2]
     assert choice._worth(alone, pair) == choice._WORTH > choice._WORTH_OF_TILES
     assert choice._worth(alone, narrow) == choice._worth(pair, alone) == choice._WORTH_OF_TILES
+    four, five, narrow = (
+        reduce.make_plan(problem, 100, SMS, tiling=Tiling(width, shares=shares, packets=1))
+        for width, shares in ((128, 4), (128, 5), (64, 4))
+    )
+    assert choice._worth(four, five) == 1.0, "by the same kernel"
+    assert choice._worth(four, narrow) == choice._WORTH
+
+
+def test_in_a_world_of_one_the_fastest_is_chosen(rng: np.random.Generator) -> None:
+    for _ in range(40):
+        problem, rows, machine = drawn(rng, Topology(1, 1))
+        plans = list(choice.candidates(problem, rows, SMS))
+        chosen = choice._fastest(problem, rows, SMS, machine, None, frozenset(plan.spec for plan in plans))
+        assert choice._predicted(chosen, machine).seconds == min(choice._weighed(plans[0], plan, machine) for plan in plans)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from mkernel.errors import ArgumentError, TransportError
 from mkernel.planner.topology import Topology
 from mkernel.runtime.failure import Failure, Kind
+from mkernel.runtime.failure_watch import FailureWatch
 from mkernel.runtime.launch import run
 from mkernel.runtime.opening.engine import choose_transport
 from mkernel.runtime.opening.placement import RankInfo, choose_network
@@ -95,6 +97,17 @@ def test_a_failure_of_the_network_is_told_in_full() -> None:
     with pytest.raises(TransportError):
         ranks(use)
     assert caught == {0: DETAILS, 1: DETAILS}
+
+
+def test_whose_failure_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer's, where there is one: rank 0 is one, too; else this rank's."""
+    found: list[int] = []
+    monkeypatch.setattr(FailureWatch, "fail", lambda self, failure: found.append(failure.rank))
+    watch: Any = object.__new__(FailureWatch)
+    watch._world = types.SimpleNamespace(rank=5)
+    for peer in (0, 3, None):
+        watch.on_transport_error(TransportError("gone", **DETAILS | {"peer": peer}))  # type: ignore[arg-type]
+    assert found == [0, 3, 5]
 
 
 def test_details_travel() -> None:

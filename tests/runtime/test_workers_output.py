@@ -64,8 +64,10 @@ def test_lines_stay_whole_however_they_come(rng: np.random.Generator) -> None:
         while text := lines.read():
             assert text.endswith("\n")
             found.append(text)
+        assert not lines.ended
     os.close(writer)
     found += [lines.drain(), lines.rest()]
+    assert lines.ended
     lines.close()
     assert "".join(found) == sent.decode()
 
