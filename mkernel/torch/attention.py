@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mkernel as mk
 from mkernel.torch.gemm import all_gather
-from mkernel.torch.library import cast, define, name_of, named, plain
+from mkernel.torch.library import cast, define, name_of, named, plain, require_tensors
 from mkernel.torch.pieces import PIECES, pieces_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def ring_attention(
     The backward pass takes k and v of the whole sequence, and their gradients in float32, in memory of this rank. Collective, as is its
     backward pass.
     """
+    require_tensors(q=q, k=k, v=v)
     q, k, v = cast(q, k, v)
     o, lse = _ring_attention(q, k, v, causal, scale, layout, name_of(world))
     return mk.Attended(o, lse)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import mkernel as mk
-from mkernel.torch.library import cast, define, name_of, named, plain
+from mkernel.errors import ArgumentError
+from mkernel.torch.library import cast, define, name_of, named, plain, require_tensors
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
@@ -61,6 +62,9 @@ def allgather_gemm(a: Tensor, b: Tensor, *, world: World | str | None = None, ga
     >>> mk.launch(rank, ranks=2, target="cpu")
     [((8, 64), 32.0), ((8, 64), 32.0)]
     """
+    require_tensors(a=a, b=b)
+    if not isinstance(gather_again, bool):
+        raise ArgumentError("gather_again", repr(gather_again), "must be True or False")
     a, b = cast(a, b)
     if not gather_again and torch.is_grad_enabled() and b.requires_grad:
         c, _ = _allgather_gemm_gathered(a, b, name_of(world))
@@ -73,6 +77,7 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, *, world: World | str | None = Non
 
     ``partials`` as there. Collective, and so is its backward pass, which is one ``allgather_gemm``.
     """
+    require_tensors(a=a, b=b)
     a, b = cast(a, b)
     return _gemm_reduce_scatter(a, b, name_of(world), partials)
 
@@ -82,12 +87,14 @@ def gemm_allreduce(a: Tensor, b: Tensor, *, world: World | str | None = None, pa
 
     What follows must be the same on all ranks: then the gradient of ``c`` is, too, and the backward pass communicates nothing.
     """
+    require_tensors(a=a, b=b)
     a, b = cast(a, b)
     return _gemm_allreduce(a, b, name_of(world), partials)
 
 
 def replicated_gemm(a: Tensor, b: Tensor, *, world: World | str | None = None) -> Tensor:
     """Multiply a (M, K), the same on all ranks, by b (K, N), this rank's columns. The backward pass is one ``mk.gemm_allreduce``."""
+    require_tensors(a=a, b=b)
     a, b = cast(a, b)
     return _replicated_gemm(a, b, name_of(world))
 
@@ -97,6 +104,7 @@ def shared(parameter: Tensor, *, world: World | str | None = None) -> Tensor:
 
     For biases and norms under sequence parallelism, of bfloat16, float16 or float32. The sum is formed in float32 and rounded once.
     """
+    require_tensors(parameter=parameter)
     return _shared(parameter, name_of(world))
 
 
@@ -112,6 +120,8 @@ def _do_allgather_gemm(a: Tensor, b: Tensor, world: str) -> Tensor:
 
 def _do_allgather_gemm_gathered(a: Tensor, b: Tensor, world: str) -> tuple[Tensor, Tensor]:
     w = named(world)
+    if a.dim() != 2:  # what is made here has two, too
+        raise ArgumentError("a", tuple(a.shape), "must have 2 dimensions")
     gathered = a.new_empty((a.shape[0] * w.size, a.shape[1]))
     return mk.allgather_gemm(plain(a), plain(b), gathered=gathered, world=w), gathered
 

@@ -6,6 +6,7 @@ on threads of its own, where no world is current.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
+from mkernel.errors import ArgumentError
 from mkernel.runtime import current
 from mkernel.runtime.current import named
 
 if TYPE_CHECKING:
     from mkernel.runtime.world import World
 
-__all__ = ["autocast_dtype", "cast", "define", "is_watched", "name_of", "named", "plain"]
+__all__ = ["autocast_dtype", "cast", "define", "is_watched", "name_of", "named", "plain", "require_tensors"]
 
 _library = torch.library.Library("mkernel", "DEF")
 # Inductor must hand over what it traced: kernels take some strides only.
@@ -58,7 +60,7 @@ def define(
         _library.define(its_schema, tags=_TAGS)
         for device in ("CPU", "CUDA"):
             _library.impl(of_op, call, device)
-        torch.library.register_fake(f"mkernel::{of_op}", fake, lib=_library)
+        torch.library.register_fake(f"mkernel::{of_op}", _of_one_kind(fake), lib=_library)
     backward = _once(name, backward or _refused(name))
     op, below = getattr(torch.ops.mkernel, name).default, getattr(torch.ops.mkernel, f"_{name}").default
 
@@ -78,6 +80,18 @@ def define(
 
     run.op = op  # type: ignore[attr-defined]
     return run
+
+
+def _of_one_kind(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``fake`` that refuses tensors with values beside those without: its results would be like the former, and hold whatever was there."""
+
+    @functools.wraps(fake)
+    def checked(*arguments: Any) -> Any:
+        if len({each.is_meta for each in arguments if isinstance(each, torch.Tensor)}) > 1:
+            raise ArgumentError("arguments", "some on device meta", "must all be on it, or none")
+        return fake(*arguments)
+
+    return checked
 
 
 _DEVICES = ("cpu", "cuda")
@@ -170,6 +184,13 @@ def cast(*operands: Any) -> tuple[Any, ...]:
     return tuple(
         each.to(dtype) if each is not None and each.is_floating_point() and each.dtype != torch.float64 else each for each in operands
     )
+
+
+def require_tensors(**operands: object) -> None:
+    """Raise ArgumentError for the first operand that is no tensor, nor what stands for one in a trace."""
+    for name, each in operands.items():
+        if not isinstance(each, torch.Tensor) and not hasattr(type(each), "__torch_function__"):
+            raise ArgumentError(name, repr(each), "must be a torch.Tensor")
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import mkernel as mk
-from mkernel.ops.moe import check_rows
+from mkernel.errors import ArgumentError
+from mkernel.ops.moe import check_bound, check_rows
 from mkernel.ops.moe_slots import slots_after
 from mkernel.planner.moe import SEGMENT_ROWS
-from mkernel.torch.library import cast, define, name_of, named, plain
+from mkernel.torch.library import cast, define, name_of, named, plain, require_tensors
 from mkernel.torch.pieces import pieces_of
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def moe_dispatch_gemm(
     ``expert_offsets[-1]`` on are undefined, and so are their gradients. While ``w`` requires a gradient, the rows that the experts got are
     kept for the backward pass: (max_rows, H).
     """
+    require_tensors(x=x, topk_ids=topk_ids, w=w)
     name, (x, w) = name_of(world), cast(x, w)
     keep = torch.is_grad_enabled() and w.requires_grad
-    most = _most_rows(name, max_rows, max_tokens, topk_ids.shape[1], w)
+    most = _most_rows(name, max_rows, max_tokens, topk_ids, w)
     y, offsets, source, _, ids, *tables, _ = _dispatch(x, topk_ids, w, None, max_tokens, most, keep, name)
     return Dispatched(y, offsets, source, mk.Routing._make([ids, *tables, offsets]))
 
@@ -63,6 +65,7 @@ def moe_gemm_combine(
     world: World | str | None = None,
 ) -> Tensor:
     """``mk.moe_gemm_combine`` with gradients of ``a``, ``w``, ``topk_weights`` and ``add``."""
+    require_tensors(a=a, w=w, **_given(topk_weights=topk_weights, add=add))
     a, w, add = cast(a, w, add)
     return _gemm_combine(a, w, *routing, topk_weights, add, name_of(world))
 
@@ -71,6 +74,7 @@ def moe_combine(
     rows: Tensor, routing: mk.Routing, *, topk_weights: Tensor | None = None, add: Tensor | None = None, world: World | str | None = None
 ) -> Tensor:
     """``mk.moe_combine`` with gradients of ``rows``, ``topk_weights`` and ``add``."""
+    require_tensors(rows=rows, **_given(topk_weights=topk_weights, add=add))
     rows, add = cast(rows, add)
     return _combine(rows, *routing, topk_weights, add, name_of(world))
 
@@ -92,10 +96,11 @@ def moe_layer(
     Without gradients it is ``mk.moe_layer`` itself. With them the activation is torch's, on rows that were rounded to the dtype of ``x``
     once more, and ``max_rows`` x 2 F values are kept.
     """
+    require_tensors(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down, **_given(add=add))
     name, (x, w_gate_up, w_down, add) = name_of(world), cast(x, w_gate_up, w_down, add)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, w_gate_up, w_down, add))
     if not wanted:
-        most = _most_rows(name, max_rows, max_tokens, topk_ids.shape[1], w_gate_up)
+        most = _most_rows(name, max_rows, max_tokens, topk_ids, w_gate_up)
         return _layer(x, topk_ids, topk_weights, w_gate_up, w_down, add, max_tokens, most, name)
     d = moe_dispatch_gemm(x, topk_ids, w_gate_up, max_tokens=max_tokens, max_rows=max_rows, world=name)
     gate, up = d.y.chunk(2, 1)
@@ -103,8 +108,18 @@ def moe_layer(
     return moe_gemm_combine(activated, w_down, d.routing, topk_weights=topk_weights, add=add, world=name)
 
 
-def _most_rows(world: str, given: int | None, max_tokens: int, topk: int, w: Tensor) -> int:
-    return check_rows(_ranks(world), given, max_tokens, topk, w.shape[0], 1, w.shape[1] + w.shape[2])
+def _given(**operands: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: each for name, each in operands.items() if each is not None}
+
+
+def _most_rows(world: str, given: int | None, max_tokens: int, topk_ids: Tensor, w: Tensor) -> int:
+    for name, each, dimensions in (("topk_ids", topk_ids, 2), ("w", w, 3)):
+        if each.dim() != dimensions:
+            raise ArgumentError(name, tuple(each.shape), f"must have {dimensions} dimensions")
+    return check_rows(
+        _ranks(world), given, check_bound("max_tokens", max_tokens), topk_ids.shape[1], w.shape[0], 1, w.shape[1] + w.shape[2]
+    )
 
 
 @torch.compiler.assume_constant_result
