@@ -15,6 +15,7 @@ import pytest
 import mkernel as mk
 from mkernel.errors import ArgumentError, CallError
 from tests.ops.body import topology
+from tests.ops.odd import changed_array, one_of
 
 WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 26, "specialize": "none", "timeout": 5.0, "entry_timeout": 20.0}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -117,14 +118,9 @@ def _calls_of(world: Any, rng: np.random.Generator) -> dict[str, tuple[list[Any]
 
 def changed(rng: np.random.Generator, args: list[Any], options: dict[str, Any]) -> str:
     """Change one argument; what has been done to it."""
-    key = int(rng.integers(len(args) + len(options)))
-    where: Any = args if key < len(args) else options
-    place: Any = key if key < len(args) else list(options)[key - len(args)]
-    if isinstance(where[place], np.ndarray) and rng.random() < 0.8:
-        name = str(rng.choice(list(CHANGES)))
-        with contextlib.suppress(TypeError, ValueError, IndexError):  # which that array does not have
-            where[place] = CHANGES[name](where[place])
-            return f"{place}: {name}"
+    where, place = one_of(rng, args, options)
+    if done := changed_array(rng, where, place, np.ndarray, CHANGES):
+        return done
     if place in ("out", "gathered") and rng.random() < 0.3:
         where[place] = args[int(rng.integers(len(args)))]
         return f"{place}: an operand"
