@@ -206,7 +206,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _seconds_of_functions() -> dict[str, list[float]]:
-    """Of each case that ran."""
+    """What each case that ran took, by function."""
     measured: dict[str, list[float]] = collections.defaultdict(list)
     for nodeid, seconds in _seconds.items():
         measured[budget.function_of(nodeid)].append(seconds)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from typing import Any
 
 from mkernel import env
 from mkernel.errors import ArgumentError
+from mkernel.jit.cache import warn_once
 from mkernel.planner.specialize import parse
 from mkernel.runtime.integers import MANY, whole_number
 
 __all__ = ["DEFAULT_ENTRY_TIMEOUT", "DEFAULT_TIMEOUT", "Options", "checked_fields"]
-
-_log = logging.getLogger("mkernel")
 
 DEFAULT_TIMEOUT = 30.0  # seconds
 DEFAULT_ENTRY_TIMEOUT = 600.0  # seconds
@@ -57,17 +54,12 @@ class Options:
             raise ArgumentError("init_options", sorted(arguments.keys() - known.keys()), "unknown", f"known are {', '.join(known)}")
         env.check_all()
         for name, near in env.ignored().items():
-            _warn_of(name, near)
+            warn_once(f"{name} is set, and no variable of mkernel: it is ignored" + (f" (did you mean {near}?)" if near else ""))
         if arguments.get("specialize") is not None:
             arguments["specialize"] = checked_fields(arguments["specialize"])
         given = {name: value for name, value in arguments.items() if value is not None and not _is_open(name, value)}
         told = {name: variable.get() for name, variable in _VARIABLES.items() if name not in given and variable.is_set()}
         return cls(**{**known, **told, **given})
-
-
-@functools.cache  # once in a process
-def _warn_of(name: str, near: str) -> None:
-    _log.warning("%s is set, and no variable of mkernel: it is ignored%s", name, f" (did you mean {near}?)" if near else "")
 
 
 def checked_fields(wanted: Any) -> str:

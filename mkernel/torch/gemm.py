@@ -62,7 +62,7 @@ def allgather_gemm(a: Tensor, b: Tensor, *, world: World | str | None = None, ga
     >>> mk.launch(rank, ranks=2, target="cpu")
     [((8, 64), 32.0), ((8, 64), 32.0)]
     """
-    require_tensors(a=a, b=b)
+    require_tensors(2, a=a, b=b)
     if not isinstance(gather_again, bool):
         raise ArgumentError("gather_again", repr(gather_again), "must be True or False")
     a, b = cast(a, b)
@@ -120,8 +120,6 @@ def _do_allgather_gemm(a: Tensor, b: Tensor, world: str) -> Tensor:
 
 def _do_allgather_gemm_gathered(a: Tensor, b: Tensor, world: str) -> tuple[Tensor, Tensor]:
     w = named(world)
-    if a.dim() != 2:  # what is made here has two, too
-        raise ArgumentError("a", tuple(a.shape), "must have 2 dimensions")
     gathered = a.new_empty((a.shape[0] * w.size, a.shape[1]))
     return mk.allgather_gemm(plain(a), plain(b), gathered=gathered, world=w), gathered
 

@@ -186,11 +186,14 @@ def cast(*operands: Any) -> tuple[Any, ...]:
     )
 
 
-def require_tensors(**operands: object) -> None:
-    """Raise ArgumentError for the first operand that is no tensor, nor what stands for one in a trace."""
+def require_tensors(dimensions: int | None = None, /, **operands: object) -> None:
+    """Raise ArgumentError for the first operand that is no tensor, nor what stands for one in a trace, or has other dimensions."""
     for name, each in operands.items():
-        if not isinstance(each, torch.Tensor) and not hasattr(type(each), "__torch_function__"):
-            raise ArgumentError(name, repr(each), "must be a torch.Tensor")
+        if not isinstance(each, torch.Tensor):
+            if not hasattr(type(each), "__torch_function__"):
+                raise ArgumentError(name, repr(each), "must be a torch.Tensor")
+        elif dimensions is not None and each.dim() != dimensions:
+            raise ArgumentError(name, tuple(each.shape), f"must have {dimensions} dimensions")
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

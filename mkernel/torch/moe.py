@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import mkernel as mk
-from mkernel.errors import ArgumentError
 from mkernel.ops.moe import check_bound, check_rows
 from mkernel.ops.moe_slots import slots_after
 from mkernel.planner.moe import SEGMENT_ROWS
@@ -47,7 +46,9 @@ def moe_dispatch_gemm(
     ``expert_offsets[-1]`` on are undefined, and so are their gradients. While ``w`` requires a gradient, the rows that the experts got are
     kept for the backward pass: (max_rows, H).
     """
-    require_tensors(x=x, topk_ids=topk_ids, w=w)
+    require_tensors(x=x)
+    require_tensors(2, topk_ids=topk_ids)
+    require_tensors(3, w=w)
     name, (x, w) = name_of(world), cast(x, w)
     keep = torch.is_grad_enabled() and w.requires_grad
     most = _most_rows(name, max_rows, max_tokens, topk_ids, w)
@@ -96,7 +97,9 @@ def moe_layer(
     Without gradients it is ``mk.moe_layer`` itself. With them the activation is torch's, on rows that were rounded to the dtype of ``x``
     once more, and ``max_rows`` x 2 F values are kept.
     """
-    require_tensors(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down, **_given(add=add))
+    require_tensors(x=x, topk_weights=topk_weights, w_down=w_down, **_given(add=add))
+    require_tensors(2, topk_ids=topk_ids)
+    require_tensors(3, w_gate_up=w_gate_up)
     name, (x, w_gate_up, w_down, add) = name_of(world), cast(x, w_gate_up, w_down, add)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, w_gate_up, w_down, add))
     if not wanted:
@@ -114,9 +117,6 @@ def _given(**operands: Any) -> dict[str, Any]:
 
 
 def _most_rows(world: str, given: int | None, max_tokens: int, topk_ids: Tensor, w: Tensor) -> int:
-    for name, each, dimensions in (("topk_ids", topk_ids, 2), ("w", w, 3)):
-        if each.dim() != dimensions:
-            raise ArgumentError(name, tuple(each.shape), f"must have {dimensions} dimensions")
     return check_rows(
         _ranks(world), given, check_bound("max_tokens", max_tokens), topk_ids.shape[1], w.shape[0], 1, w.shape[1] + w.shape[2]
     )

@@ -13,7 +13,6 @@ variants of a shape are off by is left out, and how much longer the one that is 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -39,13 +38,11 @@ from mkernel.bench.timing import open_timing  # noqa: E402
 from mkernel.ops.op import find  # noqa: E402
 from mkernel.ops.schedule import choice_of  # noqa: E402
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan  # noqa: E402
-from mkernel.planner.choice import ranked  # noqa: E402
 from mkernel.planner.machine import H200, Machine  # noqa: E402
 from mkernel.planner.predict import predict  # noqa: E402
-from mkernel.planner.prediction import ALONE, BATCH  # noqa: E402
-from mkernel.planner.tiling import Tiling, TilingError  # noqa: E402
+from mkernel.planner.prediction import ALONE, BATCH, Conditions  # noqa: E402
 from mkernel.planner.topology import Topology  # noqa: E402
-from tests.gpu.tilings import tiling_of  # noqa: E402
+from tests.gpu.tilings import askable, parsed  # noqa: E402
 
 VENDOR = "cuBLAS"
 OP = "allgather_gemm"
@@ -76,29 +73,21 @@ class Shape(NamedTuple):
 
     def plan(self, tiling: str, sms: int) -> Any:
         """Raises TilingError if there is none."""
-        return make_plan(self.problem, self.rows, sms, tiling=parsed(tiling))
-
-
-def parsed(tiling: str) -> Tiling:
-    return Tiling.parse({name: int(value) for name, _, value in (field.partition("=") for field in tiling.split(","))})
+        return make_plan(self.problem, self.rows, sms, tiling=parsed(tiling, find(OP).tilings))
 
 
 def kinds_of(shape: Shape, machine: Machine, most: int) -> list[str]:
     """The fastest candidate of each kind by prediction."""
     found: dict[Any, str] = {}
     fastest = math.inf
-    for one in ranked(shape.problem, shape.rows, machine.sms, machine, "n,k"):
-        plan = one.plan.of_rows(shape.rows)
-        tiling = tiling_of(plan, find(OP).tilings - {"packets"} - ({"span"} if plan.swapped else set()))
-        fields = {name: getattr(tiling, name) for name in sorted(tiling.fields)}
-        kind = plan.columns, bool(plan.swapped), *(fields.get(name) for name in ("cluster", "cluster_n", "cluster_k", "tiles_at_once"))
-        fastest = min(fastest, one.seconds)
-        if len(found) == most or one.seconds > _NEAR * fastest:
+    for plan, choice, seconds in askable(OP, shape.problem, shape.rows, machine.sms, machine, "n,k"):
+        fastest = min(fastest, seconds)
+        if len(found) == most or seconds > _NEAR * fastest:
             break
-        text = ",".join(f"{name}={value}" for name, value in fields.items())
-        with contextlib.suppress(TilingError):
-            if shape.plan(text, machine.sms).describe().splitlines()[1] == plan.describe().splitlines()[1]:
-                found.setdefault((*kind, plan.shares > 1), text)
+        fields = {name: getattr(choice.tiling, name) for name in sorted(choice.tiling.fields)}
+        of_kind = (fields.get(name) for name in ("cluster", "cluster_n", "cluster_k", "tiles_at_once"))
+        kind = plan.columns, bool(plan.swapped), plan.shares > 1, *of_kind
+        found.setdefault(kind, ",".join(f"{name}={value}" for name, value in fields.items()))
     return list(found.values())
 
 
@@ -121,7 +110,7 @@ def read(paths: Iterable[Path]) -> list[list[Measured]]:
 
 
 class Error(NamedTuple):
-    """Of predictions, as logarithms: the root of the mean square, the same within shapes, and what the first choice loses, in the mean."""
+    """How far predictions are off, as logarithms: the root of the mean square, the same within shapes; and what the first choice loses."""
 
     all_of_it: float
     within_shapes: float
@@ -131,26 +120,28 @@ class Error(NamedTuple):
         return f"off by {self.all_of_it:.1%}, within shapes by {self.within_shapes:.1%}; the first choice loses {self.lost:.2%}"
 
 
-def errors(found: Sequence[Sequence[Measured]], machine: Machine) -> tuple[Error, Error]:
-    """Of isolated calls and of those back to back. What is chosen is the one that is predicted to be the fastest isolated."""
-    squares: tuple[list[float], list[float]] = ([], [])
-    within: tuple[list[float], list[float]] = ([], [])
-    lost: tuple[list[float], list[float]] = ([], [])
-    for of_shape in found:
-        plans = [one.shape.plan(one.tiling, machine.sms) for one in of_shape]
-        first = 0
-        for mode, conditions in enumerate((ALONE, BATCH)):
-            taken = [math.log(one.ms[mode] * 1e-3) for one in of_shape]
-            predicted = [math.log(prediction.seconds) for plan in plans if (prediction := predict(plan, machine, conditions))]
-            first = first if mode else min(range(len(plans)), key=predicted.__getitem__)
-            off = [a - b for a, b in zip(predicted, taken, strict=True)]
-            mean = statistics.fmean(off)
-            squares[mode].extend(one**2 for one in off)
-            within[mode].extend((one - mean) ** 2 for one in off)
-            lost[mode].append(taken[first] - min(taken))
-    isolated, batch = (Error(math.sqrt(statistics.fmean(a)), math.sqrt(statistics.fmean(b)), statistics.fmean(c))
-                       for a, b, c in zip(squares, within, lost, strict=True))  # fmt: skip
-    return isolated, batch
+def errors(found: Sequence[Sequence[Measured]], machine: Machine) -> list[Error]:
+    """How far isolated calls are off, and those back to back. Chosen first is the one that is predicted to be the fastest isolated."""
+    plans = [[one.shape.plan(one.tiling, machine.sms) for one in of_shape] for of_shape in found]
+    alone, batch = ([_logarithms(of_shape, machine, conditions) for of_shape in plans] for conditions in (ALONE, BATCH))
+    first = [min(range(len(of_shape)), key=of_shape.__getitem__) for of_shape in alone]
+    return [
+        _error([[math.log(one.ms[mode] * 1e-3) for one in of_shape] for of_shape in found], predicted, first)
+        for mode, predicted in enumerate((alone, batch))
+    ]
+
+
+def _logarithms(plans: Sequence[Any], machine: Machine, conditions: Conditions) -> list[float]:
+    return [math.log(prediction.seconds) for plan in plans if (prediction := predict(plan, machine, conditions))]
+
+
+def _error(taken: Sequence[Sequence[float]], predicted: Sequence[Sequence[float]], first: Sequence[int]) -> Error:
+    """Logarithms of seconds by shape and tiling, and the place of the tiling that is chosen of each shape."""
+    off = [[a - b for a, b in zip(*of_shape, strict=True)] for of_shape in zip(predicted, taken, strict=True)]
+    squares = [one**2 for of_shape in off for one in of_shape]
+    within = [(one - statistics.fmean(of_shape)) ** 2 for of_shape in off for one in of_shape]
+    lost = [of_shape[at] - min(of_shape) for of_shape, at in zip(taken, first, strict=True)]
+    return Error(math.sqrt(statistics.fmean(squares)), math.sqrt(statistics.fmean(within)), statistics.fmean(lost))
 
 
 def summary(found: Sequence[Sequence[Measured]], machine: Machine = H200) -> str:
@@ -177,14 +168,14 @@ class _Bench:
         """Make one call of each, whose kernel is then in the cache."""
         case = self.case_of(shape)
         for tiling in tilings:
-            case.fused(choice_of(None, None, parsed(tiling)))[0]()
+            case.fused(choice_of(None, None, parsed(tiling, find(OP).tilings)))[0]()
             self.timing.synchronize()
 
     def measure(self, shape: Shape, tilings: Sequence[str]) -> tuple[dict[str, list[float]], list[str]]:
         """Medians by tiling, and those with wrong results."""
         case, runs, wrong = self.case_of(shape), {}, []
         for tiling in tilings:
-            runs[tiling] = list(case.fused(choice_of(None, None, parsed(tiling))))
+            runs[tiling] = list(case.fused(choice_of(None, None, parsed(tiling, find(OP).tilings))))
             for out in case.outputs():
                 self.timing.poison(out)
             self.timing.warm_up(runs[tiling])

@@ -48,7 +48,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -66,6 +66,7 @@ from mkernel.ops.schedule import Choice, choice_of  # noqa: E402
 from mkernel.planner.allgather_gemm import make_plan  # noqa: E402
 from mkernel.planner.choice import ranked  # noqa: E402
 from mkernel.planner.heights import SWAPPED_ROWS  # noqa: E402
+from mkernel.planner.machine import Machine  # noqa: E402
 from mkernel.planner.predict import predict  # noqa: E402
 from mkernel.planner.reduce import SWAPPED_TILE  # noqa: E402
 from mkernel.planner.split import Split, SplitError  # noqa: E402
@@ -151,6 +152,31 @@ def tiling_of(plan: Any, known: Collection[str]) -> Tiling:
     return Tiling(**{name: value for name, value in fields.items() if name in known})
 
 
+def parsed(text: str, known: Collection[str]) -> Tiling:
+    """A tiling as the command line names it: ``block_n=64,cluster=2``. Fields that its op does not know are left out."""
+    return Tiling.parse({name: int(value) for name, _, value in (field.partition("=") for field in text.split(",")) if name in known})
+
+
+class Askable(NamedTuple):
+    """A plan that the model ranks, what asks for it, and the seconds that it is predicted to take."""
+
+    plan: Any
+    choice: Choice
+    seconds: float
+
+
+def askable(op: str, problem: Any, rows: int, sms: int, machine: Machine, specialize: str | None = None) -> Iterator[Askable]:
+    """What the model ranks, of what a caller can ask for, the fastest first; of these rows, not of their class."""
+    for one in ranked(problem, rows, sms, machine, specialize):
+        plan = one.plan.of_rows(rows)
+        tiling = tiling_of(plan, find(op).tilings)
+        choice = choice_of(Split(intra_comm=plan.split.intra_comm), None, tiling)
+        with contextlib.suppress(SplitError, TilingError):
+            made = find(op).make_plan(problem, rows, sms, choice.split, tiling=tiling)
+            if made.describe().splitlines()[1] == plan.describe().splitlines()[1]:
+                yield Askable(plan, choice, one.seconds)
+
+
 class Rank:
     def __init__(self, options: argparse.Namespace) -> None:
         self.world = mk.init(target=options.target, heap_bytes=options.heap << 20)
@@ -192,16 +218,8 @@ class Rank:
 
     def _ranked(self, op: str, case: Any, most: int) -> dict[str, Choice]:
         """What the model predicts to be fastest, of what a caller can ask for."""
-        known, sms = find(op).tilings, self.world.backend.sm_count
-        found: list[Choice] = []
-        for one in ranked(case.problem, case.rows, sms, self.world.machine):
-            plan = one.plan.of_rows(case.rows)  # not of its class
-            tiling = tiling_of(plan, known)
-            choice = choice_of(Split(intra_comm=plan.split.intra_comm), None, tiling)
-            with contextlib.suppress(SplitError, TilingError):
-                made = find(op).make_plan(case.problem, case.rows, sms, choice.split, tiling=tiling)
-                if choice not in found and made.describe().splitlines()[1] == plan.describe().splitlines()[1]:
-                    found.append(choice)
+        every = askable(op, case.problem, case.rows, self.world.backend.sm_count, self.world.machine)
+        found = list(dict.fromkeys(one.choice for one in every))
         return {f"#{i + 1}": choice for i, choice in enumerate(found[:most])}
 
     def variants(self, op: str, case: Any, own: Sequence[str]) -> dict[str, Tiling | Choice | None]:
@@ -217,8 +235,7 @@ class Rank:
             clusters = [{"cluster": 1}, {"cluster": 2}, *([{"cluster_n": 2}] if "cluster_n" in known else [])]
             found |= _named([Tiling(block_n=n, shares=1, **cluster) for n in (None, 64, 128, 192, 256) for cluster in clusters])
         for text in (*self.options.tilings, *own):
-            asked = {name: int(value) for name, _, value in (field.partition("=") for field in text.split(",")) if name in known}
-            found[text] = Tiling.parse(asked)
+            found[text] = parsed(text, known)
         if self.options.swapped and "tile_rows" in known:
             found |= {_short(one): one for one in self._swapped(op, case)}
         if self.options.shares and "shares" in known:

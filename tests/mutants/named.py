@@ -103,7 +103,7 @@ NAMED = (
     _named("a pipe has not ended", "runtime/workers/relay.py", "self.ended or not part", "self.ended and not part"),
     _named("a short file is a cubin", "jit/cubin.py", '02" or len', '02" and len'),
     _named("compilers that nobody asked for are missed", "jit/cpu.py", "if words and command", "if words or command"),
-    _named("misspelt variables are ignored silently", "runtime/options.py", '_log.warning("%s is set', '_log.debug("%s is set'),
+    _named("misspelt variables are ignored silently", "runtime/options.py", "warn_once(f", "str(f"),
     _named("tiles of few rows are multiplied whole", "planner/predict_gemm.py", "plan.load_rows <= BLOCK_M // 2", "plan.load_rows < 0"),
     _named("few rows of all tiles are half multiplied", "planner/predict_gemm.py", "(plan.may_be_low or plan.shares == 1)", "True"),
     _named("alone a candidate must promise more", "planner/choice.py", "if rules.problem.topology.size == 1:", "if False:"),

@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["changed_array", "one_of"]
+import mkernel as mk
+from tests.ops.body import topology
+
+__all__ = ["WORLD", "changed_array", "one_of", "try_on_all_ranks"]
+
+WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 26, "specialize": "none", "timeout": 5.0, "entry_timeout": 20.0}
 
 
 def one_of(rng: np.random.Generator, args: list[Any], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -25,3 +30,16 @@ def changed_array(rng: np.random.Generator, where: Any, place: Any, kind: type, 
             where[place] = changes[name](where[place])
             return f"{place}: {name}"
     return ""
+
+
+def try_on_all_ranks(
+    rng: np.random.Generator, world: str, tried: Callable[[Any, int], tuple[list[str], int]], rounds: int, calls: int
+) -> None:
+    """``tried`` says what was wrong on a rank, and how many of its calls were made; a seed gives all ranks the same ones."""
+    shape, made = topology(world), 0
+    for _ in range(rounds):
+        seed = int(rng.integers(1 << 30))
+        found = mk.launch(tried, shape.size, shape.ranks_per_node, args=(seed,), **WORLD)
+        assert [wrong for wrong, _ in found] == [[]] * shape.size, seed
+        made += found[0][1]
+    assert 0 < made < rounds * calls, "some are taken, some are not"

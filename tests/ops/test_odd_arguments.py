@@ -15,9 +15,8 @@ import pytest
 import mkernel as mk
 from mkernel.errors import ArgumentError, CallError
 from tests.ops.body import topology
-from tests.ops.odd import changed_array, one_of
+from tests.ops.odd import WORLD, changed_array, one_of, try_on_all_ranks
 
-WORLD: dict[str, Any] = {"target": "cpu", "heap_bytes": 1 << 26, "specialize": "none", "timeout": 5.0, "entry_timeout": 20.0}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CALLS = 40
 M, N, K = 8, 24, 16
@@ -176,13 +175,7 @@ def _tried(world: Any, seed: int) -> tuple[list[str], int]:
 @pytest.mark.parametrize("world", ["1x1", "1x2", "2x1"])
 def test_odd_arguments(rng: np.random.Generator, world: str) -> None:
     """All ranks pass the same."""
-    shape, taken = topology(world), 0
-    for _ in range(3):
-        seed = int(rng.integers(1 << 30))
-        found = mk.launch(_tried, shape.size, shape.ranks_per_node, args=(seed,), **WORLD)
-        assert [wrong for wrong, _ in found] == [[]] * shape.size, seed
-        taken += found[0][1]
-    assert 0 < taken < 3 * CALLS, "some are taken, some are not"
+    try_on_all_ranks(rng, world, _tried, 3, CALLS)
 
 
 def _tried_by_one(world: Any, seed: int, notes: str) -> None:
