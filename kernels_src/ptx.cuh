@@ -134,6 +134,16 @@ MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(bar, cta)) : "memory");
 }
 MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) { cluster_arrive_relaxed(bar, cta); }
+// By lane 0 as mbarrier_arrive, to the own CTA, and by the others below `lanes` as cluster_give_back, each to its `cta`: without a branch, which would
+// stand between the products of two k steps.
+MK_DEVICE void cluster_give_back_by(uint32_t lane, uint32_t lanes, uint64_t* bar, uint32_t cta) {
+  asm volatile(
+      "{\n.reg .pred own, other;\n.reg .b32 remote;\nsetp.eq.u32 own, %0, 0;\nsetp.lt.u32 other, %0, %1;\n@own setp.ne.u32 other, %0, %0;\n"
+      "mapa.shared::cluster.u32 remote, %2, %3;\n@own mbarrier.arrive.shared::cta.b64 _, [%2];\n"
+      "@other mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(lane),
+      "r"(lanes), "r"(shared_address(bar)), "r"(cta)
+      : "memory");
+}
 // As mbarrier_wait, of this CTA's barrier, for what another CTA has released by cluster_arrive: acquire at cluster scope.
 MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) {
   for (uint32_t done = 0; done == 0;) MK_LOOK("try_wait.parity.acquire.cluster");

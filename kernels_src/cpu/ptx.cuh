@@ -80,6 +80,13 @@ MK_DEVICE void cluster_arrive(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(
 MK_DEVICE void cluster_arrive_relaxed(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, false); }
 // Its reads come before what is written then.
 MK_DEVICE void cluster_give_back(uint64_t* bar, uint32_t cta) { mkc_cluster_arrive(bar, cta, true); }
+MK_DEVICE void cluster_give_back_by(uint32_t lane, uint32_t lanes, uint64_t* bar, uint32_t cta) {
+  if (lane == 0) {
+    mbarrier_arrive(bar);
+  } else if (lane < lanes) {
+    cluster_give_back(bar, cta);
+  }
+}
 MK_DEVICE void cluster_wait(uint64_t* bar, uint32_t parity) { mkc_mbarrier_wait(bar, parity); }
 
 MK_DEVICE void prefetch_map(const abi::TensorMap*) {}

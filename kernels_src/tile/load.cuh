@@ -50,11 +50,18 @@ MK_DEVICE TilePart first_item(const Call& call, const Op& op) {
   return TilePart{op.parts(c) == 0 || (op.waits(c, 0) && !Op::kGathers) ? kStop : tile * Op::kParts, c};
 }
 
-// Of one stage of a tile: its rows of A, of the k step that begins at `k`; `step`: its number.
+// The first of a tile's rows of A that this CTA loads: a cluster's row of CTAs has them in parts.
 template <class Config>
-MK_DEVICE void load_a(char* smem_a, const abi::TensorMap* a, uint64_t* filled, int32_t k, int32_t row, int32_t plane, uint32_t step) {
+MK_DEVICE uint32_t first_loaded(uint32_t rows) {
+  if constexpr (GemmShape<Config>::kClusterN > 1) return Pair<Config>::first_row(rows);
+  return 0;
+}
+
+// Of one stage of a tile: the rows of A that this CTA loads, from `row` on, of the k step that begins at `k`.
+template <class Config>
+MK_DEVICE void load_a(char* smem_a, const abi::TensorMap* a, uint64_t* filled, int32_t k, int32_t row, int32_t plane) {
   if constexpr (GemmShape<Config>::kClusterN > 1) {
-    Pair<Config>::load_a(smem_a, a, filled, k, row, plane, step);
+    ptx::tma_load_3d_multicast(smem_a, a, filled, Pair<Config>::of_row(), k, row, plane);
   } else {
     ptx::tma_load_3d(smem_a, a, filled, k, row, plane);
   }
@@ -110,10 +117,11 @@ template <class Config, class Op>
 MK_DEVICE void fill_ahead(const Op& op, GemmStorage<Config>& storage, const TileCoordinate& c, uint32_t stages) {
   const StageRing<Config> ring(op);
   StagePosition<Config> stage, filled;
+  const uint32_t rows = op.load_rows(c), from = first_loaded<Config>(rows);
 #pragma unroll 1
-  for (uint32_t i = 0; op.load_rows(c) != 0 && i < stages; ++i, stage.advance(ring.count())) {
-    load_a<Config>(ring.rows(storage, stage.index), op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0), op.a_row(c),
-                   op.a_plane(c, 0), i);
+  for (uint32_t i = 0; rows != 0 && i < stages; ++i, stage.advance(ring.count())) {
+    load_a<Config>(ring.rows(storage, stage.index) + from * kSwizzleBytes, op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0),
+                   op.a_row(c) + from, op.a_plane(c, 0));
   }
 #pragma unroll 1
   for (uint32_t i = 0; i < stages; ++i, filled.advance(ring.count())) storage.stages.wait_filled(filled);
@@ -146,9 +154,10 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     const TileCoordinate c = known_place<Config, Op>(item);
     if (op.waits(c, part)) ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
-    const int32_t a_row = op.a_row(c), a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
+    const uint32_t rows = op.load_rows(c), from = first_loaded<Config>(rows);
+    const int32_t a_row = op.a_row(c) + from, a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
     const uint32_t width = tile_width<Config>(c), bytes = bytes_of_stage<Config>(op, c);
-    const bool loads_a = !Op::kTakes && (Shape::kClusterM == 1 || op.load_rows(c) != 0);
+    const bool loads_a = !Op::kTakes && (Shape::kClusterM == 1 || rows != 0);
     const uint32_t steps = op.steps(c, part);
     // The next tile is asked for in the last part that multiplies: at once, or at a step. (If step 0 were one, the compiler may unroll the loop.)
     constexpr uint32_t kAhead = kAskAhead / Shape::kBlockN;
@@ -160,24 +169,25 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
 #pragma unroll 1
     for (uint32_t step = 0; step < steps; ++step, stage.advance(ring.count()), a_k += Shape::kBlockK, k += Shape::kBlockK) {
       if (step == ask_at) ptx::mbarrier_arrive(&storage.tile_wanted);
+      char* smem_a = ring.rows(storage, stage.index) + from * kSwizzleBytes;
       if (Op::kGathers && has_b != 0) {
         --has_b;
-        if (loads_a) load_a<Config>(ring.rows(storage, stage.index), a, &storage.stages.filled[stage.index], a_k, a_row, a_plane, step);
+        if (loads_a) load_a<Config>(smem_a, a, &storage.stages.filled[stage.index], a_k, a_row, a_plane);
         continue;
       }
       storage.stages.wait_taken(stage);
       uint64_t* filled = storage.stages.fill_by_tma(stage, bytes);
-      if (loads_a) load_a<Config>(ring.rows(storage, stage.index), a, filled, a_k, a_row, a_plane, step);
+      if (loads_a) load_a<Config>(smem_a, a, filled, a_k, a_row, a_plane);
       load_b<Config>(op, ring.columns(storage, stage.index), b, filled, column, k, b_plane, width);
     }
     if constexpr (Op::kAdds) {
-      const uint32_t addends = op.addends(c, part), rows = op.rows(c);
+      const uint32_t addends = op.addends(c, part), of_result = op.rows(c);
       const bool by_part = Op::kCanonical && !c.is_sum;  // a part of all addends, then the next part: see add_in_order()
 #pragma unroll 1
       for (uint32_t i = 0; i < addends * Shape::kAddStages; ++i, stage.advance()) {
         storage.stages.wait_taken(stage);
         const uint32_t addend = by_part ? i % addends : i / Shape::kAddStages, at = by_part ? i / addends : i % Shape::kAddStages;
-        load_addend(storage, stage, op.addend(c, addend), at, rows);
+        load_addend(storage, stage, op.addend(c, addend), at, of_result);
       }
     }
     if (ahead) take_item<Reader::kThread>(storage, queue);

@@ -51,7 +51,7 @@ MK_DEVICE void give_back(GemmStorage<Config>& storage, uint32_t stage) {
   const uint32_t lane = ptx::lane_index();
   uint64_t* taken = &storage.stages.taken[stage];
   if constexpr (GemmShape<Config>::kPaired) {
-    if (lane < GemmShape<Config>::kSharing) Pair<Config>::give_back(taken, lane);
+    Pair<Config>::give_back(taken, lane);
   } else {
     if (lane == 0) ptx::mbarrier_arrive(taken);
   }

@@ -1,7 +1,7 @@
 // Clusters of CTAs (Config::kCluster 2 or 4): so many CTAs of a rank that follow each other multiply tiles that are neighbours, kClusterM in M
-// times kClusterN in N. Those of a column have the same columns of B, of which each loads its part, and those of a row the same rows of A, of which
-// each loads every kClusterN-th k step, by TMA to all of them. So a pair in M loads a third less of tiles of 256 columns, and a pair in N a
-// quarter less of tiles of 128: where rows do not begin at multiples of 128 bytes, it is loads that bind (docs/planner.md).
+// times kClusterN in N. Those of a column have the same columns of B, and those of a row the same rows of A, of which each loads its part, by TMA
+// to all of them. So a pair in M loads a third less of tiles of 256 columns, and a pair in N a quarter less of tiles of 128: where rows do not begin
+// at multiples of 128 bytes, it is loads that bind (docs/planner.md).
 //
 // A tile's number means all tiles of a cluster; the CTA of rank 0 in it, the leader, has the first one. Its scheduler takes numbers, waits for the
 // inputs of all these tiles, offers them to its own CTA, and sends them to the schedulers of the other CTAs, which offer them there. Where no row or
@@ -71,11 +71,7 @@ struct Pair {
   // by one bit.) The own CTA by an ordinary arrival: the way through another one's takes longer, and the wider the tiles, the sooner their few stages
   // are wanted again.
   MK_DEVICE static void give_back(uint64_t* taken, uint32_t lane) {
-    if (lane == 0) {
-      ptx::mbarrier_arrive(taken);
-    } else {
-      ptx::cluster_give_back(taken, ptx::cluster_rank() ^ lane);
-    }
+    ptx::cluster_give_back_by(lane, Shape::kSharing, taken, ptx::cluster_rank() ^ lane);
   }
 
   // All threads, when those of their CTA that initialize barriers have done so, and then before they use them.
@@ -105,11 +101,9 @@ struct Pair {
     }
   }
 
-  // The loading thread: of its k steps the rows of A, for all CTAs of its row.
-  MK_DEVICE static void load_a(char* smem, const abi::TensorMap* map, uint64_t* filled, int32_t k, int32_t row, int32_t plane,
-                               uint32_t step) {
-    if (step % Shape::kClusterN == column()) ptx::tma_load_3d_multicast(smem, map, filled, of_row(), k, row, plane);
-  }
+  // Of the rows of A that a stage has, each CTA of a row loads a part, by TMA to all of the row: a multiple of 8, after which the swizzle repeats. This
+  // is where its own begins.
+  MK_DEVICE static uint32_t first_row(uint32_t rows) { return column() * (rows / Shape::kClusterN); }
 
   // The loading thread: its part of a stage of B, for all CTAs of its column. Of a row-major B that is a part of the k rows of each panel, else of
   // the columns: either way a multiple of 8 rows of shared memory, after which the swizzle repeats.

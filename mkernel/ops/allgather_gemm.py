@@ -269,7 +269,8 @@ class _Binder:
         world, known, k, plan = self._world, self._known, self._k, executable.made_of
         sizes = executable.sizes or plan.sizes
         parts, planes, columns, sliced, cluster, shared, blocks = plan.of_maps
-        of_tile = sizes.load_rows, sizes.tail_rows  # rows of A: of any tile, and of those of the last row
+        # Rows of A that a CTA loads of a tile: of any, and of those of the last row.
+        of_tile = sizes.load_rows // plan.cluster_n, sizes.tail_rows // plan.cluster_n
         extent, plane_rows = rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension;
         a, c = (a_address, c_address) if rows else (b_address, b_address)  # without rows there are no tiles
         offset = world.heap_offset(a_address, plan.shard_bytes_of(rows)) if self._far and rows else None

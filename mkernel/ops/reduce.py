@@ -158,7 +158,7 @@ class _Binder:
             a_maps = self._a_maps[span] = known.matrices(world, *self._of_a, self._owners // span)
         extent = rows or 1  # a tensor map has no empty dimension; without rows there are no tiles
         a, c = (a_address, c_address) if rows else (b_address, b_address)
-        tail = sizes.tail_rows
-        of_a = a_maps(a, extent * span, sizes.block_rows if sizes.last_row else tail, tail)
+        tail, ctas = sizes.tail_rows, plan.cluster_n  # that share rows of A
+        of_a = a_maps(a, extent * span, (sizes.block_rows if sizes.last_row else tail) // ctas, tail // ctas)
         maps = of_a, known.map(world, b_address, columns, cluster), self._c_maps(c, extent, STORED_ROWS)
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))

@@ -24,6 +24,7 @@ from mkernel.planner.heights import (
     every_height,
     height_of,
     may_take_turns,
+    unit_of,
     usual_heights,
 )
 from mkernel.planner.pairs import ctas_of_clusters
@@ -314,13 +315,13 @@ def _swapped_gathers(
             yield plan
 
 
-def _heights(problem: AllGatherGemmProblem | ReduceProblem, specialize: str | None, columns: int, at_once: int) -> Heights:
+def _heights(problem: AllGatherGemmProblem | ReduceProblem, specialize: str | None, columns: int, at_once: int, cluster_n: int) -> Heights:
     """That tiles of swapped operands may have: any, where kernels are for one N and K and have those that are chosen; else the usual."""
     gathers = isinstance(problem, AllGatherGemmProblem)
     most = SWAPPED_ROWS if gathers else reduce.SWAPPED_TILE.block_n
     if compiled_in(problem, specialize) & {"n", "k"}:
-        return every_height(columns, at_once, most, SWAPPED_UNIT if gathers else reduce.GROUP_ROWS)
-    return usual_heights(columns, at_once, most)
+        return every_height(columns, at_once, most, unit_of(cluster_n, SWAPPED_UNIT if gathers else reduce.GROUP_ROWS))
+    return usual_heights(columns, at_once, most, unit_of(cluster_n))
 
 
 def _swapped(
@@ -335,7 +336,7 @@ def _swapped(
     in_line = [(1, 4), (4, 1)] if problem.topology.size == 1 and problem.k % BLOCK_K != 0 else []
     for cluster, cluster_n in [(1, 1), *_clusters(problem, max(rows, BLOCK_M + 1)), *in_line]:
         for columns, at_once in _kinds_of_swapped(problem, (cluster, cluster_n)):
-            heights = _heights(problem, specialize, columns, at_once)
+            heights = _heights(problem, specialize, columns, at_once, cluster_n)
             for tile_rows, shares in _rows_of_tiles(problem, rows, sm_count, (cluster, cluster_n), heights, columns, at_once):
                 block_n = None if columns == SWAPPED_COLUMNS else columns
                 yield Tiling(block_n, None, shares, cluster, packets, cluster_n, tile_rows, tiles_at_once=at_once), heights

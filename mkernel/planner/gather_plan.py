@@ -14,8 +14,8 @@ from mkernel import abi
 from mkernel.jit.spec import KernelSpec
 from mkernel.planner.derived import derived, hashed_once
 from mkernel.planner.gather_sizes import Sizes, sizes_of
-from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, GemmPlan, raster, shift_of, tail_of
-from mkernel.planner.heights import SWAPPED_COLUMNS, SWAPPED_UNIT, Heights, bits_of, halves_rows, height_of, several_blocks
+from mkernel.planner.gemm import BLOCK_K, BLOCK_M, GROUP_M, WARP_ROWS, GemmPlan, raster, shift_of, tail_of
+from mkernel.planner.heights import SWAPPED_COLUMNS, SWAPPED_UNIT, Heights, bits_of, halves_rows, height_of, several_blocks, unit_of
 from mkernel.planner.k_parts import choose_piece
 from mkernel.planner.pairs import clusters_name, tiles_of_cluster
 from mkernel.planner.pushing import most_parts, warps_push
@@ -181,15 +181,13 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
 
     def sizes_of(self, rows: int) -> Sizes:
         """What follows from the rows of a call of the class: all at once, because every call of a new size needs all."""
-        span, cluster, together, columns, taken_columns, computing, total, slices, shares, pushers, row_bytes, swapped, least = (
+        span, cluster, together, columns, taken_columns, computing, total, slices, shares, pushers, row_bytes, swapped, least, unit = (
             self.of_sizes
         )
         plane_rows = span * rows
-        if swapped:
-            block_rows = height_of(plane_rows, swapped, self.heights)
-            stages, tail = self.tile.stages_of(block_rows, self.columns), tail_of(plane_rows, block_rows, SWAPPED_UNIT)
-        else:
-            block_rows, stages, tail = BLOCK_M, 0, tail_of(plane_rows)
+        block_rows = height_of(plane_rows, swapped, self.heights) if swapped else BLOCK_M
+        stages = self.tile.stages_of(block_rows, self.columns) if swapped else 0
+        tail = tail_of(plane_rows, block_rows, unit)
         tile_rows, share_bytes = -(-plane_rows // block_rows), block_rows * row_bytes
         taken_rows = -(-tile_rows // cluster)
         tiles, taken = columns * tile_rows, taken_columns * taken_rows
@@ -213,13 +211,14 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         """What ``sizes_of`` starts from.
 
         Span, clusters, columns of tiles and of what clusters take, CTAs, slices, shares, bytes of packets of a row of a share's tile (0:
-        there are none), rows of tiles of swapped operands, and the fewest CTAs.
+        there are none), rows of tiles of swapped operands, the fewest CTAs, and of how many rows of A a multiple is loaded.
         """
         split, together = self.split, self.ctas_together
         columns, taken_columns = self.planes * self.tiles_n, self.planes * self.taken_columns
         of_packets = together * self.columns * 4 if self.cluster_k == 1 else 0
         shared = self.slices, self.shares, self.pushers, of_packets
-        ctas, last = (split.compute or 0, split.total), (self.swapped, self.cluster_k)
+        unit = unit_of(self.cluster_n, SWAPPED_UNIT if self.swapped else WARP_ROWS)
+        ctas, last = (split.compute or 0, split.total), (self.swapped, self.cluster_k, unit)
         return self.span, self.cluster, together, columns, taken_columns, *ctas, *shared, *last
 
     @derived

@@ -34,6 +34,7 @@ __all__ = [
     "may_take_turns",
     "most_wanted",
     "several_blocks",
+    "unit_of",
     "usual_heights",
     "with_heights",
 ]
@@ -69,12 +70,20 @@ def highest(columns: int, at_once: int = 1) -> int:
     return _ROWS_IN_TURN if at_once > 1 else WIDE_COLUMNS.get(columns, SWAPPED_ROWS)
 
 
+def unit_of(cluster_n: int, unit: int = SWAPPED_UNIT) -> int:
+    """A multiple of so many rows of a tile is loaded: the CTAs of a cluster that are neighbours in N load as many each, in units of 8."""
+    return max(unit, SWAPPED_UNIT * cluster_n)
+
+
 @functools.cache
-def usual_heights(columns: int = SWAPPED_COLUMNS, at_once: int = 1, most: int = SWAPPED_ROWS) -> Heights:
-    """Those of a kernel that has them for any call: in steps of 16 up to 128 rows, and of 32 beyond, but of several blocks of 16."""
-    if several_blocks(columns, at_once):
-        return tuple(range(_SEVERAL_ROWS, highest(columns, at_once) + 1, 16))
-    return (*range(16, 129, 16), *range(160, most + 1, 32))
+def usual_heights(columns: int = SWAPPED_COLUMNS, at_once: int = 1, most: int = SWAPPED_ROWS, unit: int = SWAPPED_UNIT) -> Heights:
+    """Those of a kernel that has them for any call: in steps of 16 up to 128 rows, and of 32 beyond, but of several blocks of 16.
+
+    ``unit``: each is a multiple of it.
+    """
+    several = range(_SEVERAL_ROWS, highest(columns, at_once) + 1, 16)
+    found = several if several_blocks(columns, at_once) else (*range(16, 129, 16), *range(160, most + 1, 32))
+    return tuple(height for height in found if height % unit == 0)
 
 
 @functools.cache
@@ -84,24 +93,26 @@ def every_height(columns: int = SWAPPED_COLUMNS, at_once: int = 1, most: int = S
     Of several blocks, which is all that threads have registers for, those between take as long as the next one.
     """
     if several_blocks(columns, at_once):
-        return usual_heights(columns, at_once)
-    return (*range(_LOW_STEP, _LOW, _LOW_STEP), *range(_LOW, most + 1, unit))
+        return usual_heights(columns, at_once, unit=unit)
+    low = max(unit, _LOW_STEP)
+    return (*range(low, _LOW, low), *range(_LOW, most + 1, unit))
 
 
 def asked_heights(asked: Tiling, columns: int = SWAPPED_COLUMNS, most: int = SWAPPED_ROWS, unit: int = SWAPPED_UNIT) -> Heights:
-    """Those of the kernel of what is asked for, whose tiles have so many columns. ``most``, ``unit``: as ``every_height`` has them.
+    """Those of the kernel of what is asked for, whose tiles have so many columns. ``most``, ``unit``: as ``every_height``, of CTAs alone.
 
     Raises
     ------
     TilingError
         There are no tiles as high as that.
     """
-    at_once = asked.tiles_at_once or 1
+    at_once, unit = asked.tiles_at_once or 1, unit_of(asked.cluster_n or 1, unit)
     if asked.block_m is None:
-        return usual_heights(columns, at_once, most)
+        return usual_heights(columns, at_once, most, unit)
     possible = every_height(columns, at_once, most, unit)
     if asked.block_m not in possible:
-        raise TilingError(f"{asked}: with {columns} columns, block_m must be one of {', '.join(map(str, possible))}")
+        beside = f" and {asked.cluster_n} CTAs in N" if unit > SWAPPED_UNIT and asked.cluster_n else ""
+        raise TilingError(f"{asked}: with {columns} columns{beside}, block_m must be one of {', '.join(map(str, possible))}")
     return (asked.block_m,)
 
 

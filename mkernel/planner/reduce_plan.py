@@ -19,7 +19,7 @@ from mkernel.planner.gemm import (
     shift_of,
     tail_of,
 )
-from mkernel.planner.heights import SWAPPED_UNIT, Heights, bits_of, height_of
+from mkernel.planner.heights import SWAPPED_UNIT, Heights, bits_of, height_of, unit_of
 from mkernel.planner.pairs import clusters_name, lone_row, tiles_of_cluster, upper_tile
 from mkernel.planner.reduce_problem import ALLREDUCE, REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.reduce_sizes import Sizes, sizes_of
@@ -220,6 +220,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
         )
         exchanged = self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0
         stages, unit = (self.tile.stages_of(block_rows), SWAPPED_UNIT) if self.swapped else (0, WARP_ROWS)
+        unit = unit_of(self.cluster_n, unit)
         return sizes_of((self.grid, tiles, taken, *lone, exchanged, *tail_of(rows * self.span, block_rows, unit)[1:], block_rows, stages))
 
     @derived

@@ -51,7 +51,7 @@ class Tiling:
         ``allgather_gemm`` in a world of one. Else 1.
     block_m
         Operands are swapped as with ``tile_rows``, and tiles have so many rows: 16, 32, 48, or a multiple of 8 from 64 on, of 16 in
-        reductions, with 192 and 256 columns, and in turn. The kernel has no other height.
+        reductions, with 192 and 256 columns, and in turn, and of 8 ``cluster_n``. The kernel has no other height.
     """
 
     block_n: int | None = None

@@ -41,6 +41,7 @@ from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan  # no
 from mkernel.planner.machine import H200, Machine  # noqa: E402
 from mkernel.planner.predict import predict  # noqa: E402
 from mkernel.planner.prediction import ALONE, BATCH, Conditions  # noqa: E402
+from mkernel.planner.tiling import TilingError  # noqa: E402
 from mkernel.planner.topology import Topology  # noqa: E402
 from tests.gpu.tilings import askable, parsed  # noqa: E402
 
@@ -75,6 +76,12 @@ class Shape(NamedTuple):
         """Raises TilingError if there is none."""
         return make_plan(self.problem, self.rows, sms, tiling=parsed(tiling, find(OP).tilings))
 
+    def has(self, tiling: str) -> bool:
+        try:
+            return bool(self.plan(tiling, H200.sms))
+        except TilingError:
+            return False
+
 
 def kinds_of(shape: Shape, machine: Machine, most: int) -> list[str]:
     """The fastest candidate of each kind by prediction."""
@@ -101,11 +108,12 @@ class Measured(NamedTuple):
 
 
 def read(paths: Iterable[Path]) -> list[list[Measured]]:
-    """By shape. The vendor's times are left out."""
+    """By shape. The vendor's times are left out, and those of tilings that there were only when they were measured."""
     found = []
     for path in paths:
         for text, times in json.loads(path.read_text())["shapes"].items():
-            found.append([Measured(Shape.parse(text), tiling, tuple(ms)) for tiling, ms in times.items() if tiling != VENDOR])
+            shape = Shape.parse(text)
+            found.append([Measured(shape, tiling, tuple(ms)) for tiling, ms in times.items() if tiling != VENDOR and shape.has(tiling)])
     return found
 
 

@@ -29,6 +29,7 @@ BEFORE = (
     "cluster_post",
     "cluster_post_words",
     "cluster_give_back",
+    "cluster_give_back_by",
     "tma_load_3d",
     "tma_load_3d_multicast",
     "tma_store_3d",

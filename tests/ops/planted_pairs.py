@@ -13,14 +13,14 @@ PAIRS = [
         "a stage is given back by the consumers of one CTA of a pair",
         "tile/multiply.cuh",
         "Pair<Config>::give_back(taken, lane);",
-        "ptx::mbarrier_arrive(taken);",
+        "if (lane < 2) ptx::mbarrier_arrive(taken);",
         workload="pairs",
     ),
     Bug(
         "a stage is given back to the CTA itself twice, and not to its partner",
         "tile/pair.cuh",
-        "ptx::cluster_give_back(taken, ptx::cluster_rank() ^ lane);",
-        "ptx::cluster_give_back(taken, ptx::cluster_rank());",
+        f"taken, {_TO_OTHERS});",
+        "taken, ptx::cluster_rank());",
         workload="pairs",
     ),
     Bug(
@@ -54,11 +54,25 @@ PAIRS = [
     ),
     *(
         Bug(what, file, text, to, workload=workload, found_as=found_as)
-        for workload in ("pairs along N", "fours")
+        for workload in ("pairs along N", "fours", "swapped fours")
         for what, file, text, to, found_as in (
             (f"a stage is given back to the CTA itself only: {workload}", "tile/pair.cuh", _TO_OTHERS, "ptx::cluster_rank()", ""),
-            (f"rows of A are of the step before: {workload}", "tile/pair.cuh", "of_row(), k, row,", "of_row(), k - 64, row,", "wrong"),
-            (f"rows of A are loaded for the CTA alone: {workload}", "tile/pair.cuh", "of_row(), k,", "1u << ptx::cluster_rank(), k,", ""),
+            (f"rows of A are of the step before: {workload}", "tile/load.cuh", "of_row(), k, row,", "of_row(), k - 64, row,", "wrong"),
+            (
+                f"rows of A are loaded for the CTA alone: {workload}",
+                "tile/load.cuh",
+                "Pair<Config>::of_row(), k,",
+                "1u << ptx::cluster_rank(), k,",
+                "",
+            ),
+            (f"all load the first rows of A: {workload}", "tile/pair.cuh", "return column() * (rows", "return 0 * (rows", "wrong"),
+            (
+                f"all rows of A come to one place: {workload}",
+                "tile/load.cuh",
+                "smem_a = ring.rows(storage, stage.index) + from",
+                "smem_a = ring.rows(storage, stage.index) + 0",
+                "wrong",
+            ),
             (f"all have the first column: {workload}", "tile/op.cuh", "+ cta % Shape::kClusterN;", "+ cta * 0;", "wrong"),
         )
     ),

@@ -216,7 +216,7 @@ def check_swapped(found: list[AllGatherGemmPlan], problem: AllGatherGemmProblem,
         assert all(plan.shares == 1 for plan in of_kind) or may_share
         assert len({(plan.block_rows, plan.shares) for plan in of_kind}) == len(of_kind)
         best = min((predict(plan, H200).seconds for plan in of_kind), default=math.inf)  # type: ignore[union-attr]
-        heights = every_height(columns, at_once)
+        heights = every_height(columns, at_once, unit=8 * cluster_n)
         least = max(cluster, -(-all_rows // heights[-1]))
         lowest = lowest_of_as_many_waves(of_kind[0], least) if of_kind else least
         for tile_rows in (*range(least, least + 8), lowest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -112,33 +113,35 @@ def test_calls_take_less_than_by_the_usual_heights(
         return seconds_of(choice.choose(problem, rows, 132, H200, "n,k"))
 
     fine = logarithms()
-    monkeypatch.setattr(candidates, "every_height", lambda columns, at_once, most, unit: usual_heights(columns, at_once, most))
+    monkeypatch.setattr(candidates, "every_height", lambda *kind: usual_heights(*kind))
     monkeypatch.setattr(heights, "_MOST", 1 << 20)
     monkeypatch.setattr(heights, "_MOST_OF_KERNEL", 1 << 20)
     assert np.mean(fine) < np.mean(logarithms())
 
 
 def test_a_kernel_that_serves_all_n_and_k_has_the_usual_heights() -> None:
-    problem = AllGatherGemmProblem(Topology(1, 1), 2560, 8192, "bfloat16", False)
-    for specialize, expected in (("none", usual_heights()), ("n,k", every_height())):
+    problem = AllGatherGemmProblem(Topology(1, 1), 2560, 8200, "bfloat16", False)
+    for specialize, heights_of_kind in (("none", usual_heights), ("n,k", every_height)):
         plans = [plan for plan in candidates.candidates(problem, 448, 132, specialize) if plan.swapped and plan.columns == 128]
-        assert {plan.heights for plan in plans if plan.tiles_at_once == 1} == {expected}
-    sums = ReduceProblem(ALLREDUCE, Topology(2, 2), 2560, 1024, "bfloat16", False)
+        assert {plan.cluster_n for plan in plans} == {1, 2, 4}
+        for plan in plans:
+            assert plan.tiles_at_once > 1 or plan.heights == heights_of_kind(unit=8 * plan.cluster_n)
+    sums = ReduceProblem(ALLREDUCE, Topology(2, 2), 2560, 1032, "bfloat16", False)
     plans = [plan for plan in candidates.candidates(sums, 192, 132, "n,k") if plan.swapped]
-    assert {plan.heights for plan in plans} == {tuple(range(16, 193, 16))}
+    assert {(plan.cluster_n, plan.heights) for plan in plans} == {(cluster_n, tuple(range(16, 193, 16))) for cluster_n in (1, 2)}
 
 
 def test_a_height_is_asked_for(rng: np.random.Generator) -> None:
     problem = problem_of(rng)
-    for columns, at_once in ((64, 1), (128, 1), (192, 1), (256, 1), (128, 2)):
+    for (columns, at_once), cluster_n in itertools.product(((64, 1), (128, 1), (192, 1), (256, 1), (128, 2)), (1, 2, 4)):
         for block_m in range(16, 257, 8):
-            tiling = Tiling(columns, tiles_at_once=at_once, block_m=block_m)
-            if block_m in every_height(columns, at_once):
+            tiling = Tiling(columns, cluster_n=cluster_n, tiles_at_once=at_once, block_m=block_m)
+            if block_m in every_height(columns, at_once, unit=8 * cluster_n):
                 plans = [make_plan(problem, rows, 132, tiling=tiling) for rows in (1, 1000, class_of(1000))]
                 assert {(plan.block_rows, plan.heights) for plan in plans} == {(block_m, (block_m,))}
                 assert len({plan.spec for plan in plans}) == 1
             else:
-                with pytest.raises(TilingError, match=f"with {columns} columns, block_m must be one of"):
+                with pytest.raises(TilingError, match=f"with {columns} columns.*, block_m must be one of"):
                     make_plan(problem, 1000, 132, tiling=tiling)
     for wanted in ({"block_m": 20}, {"block_m": 8}, {"block_m": 64, "tile_rows": 1}):
         with pytest.raises(ValueError, match="block_m"):

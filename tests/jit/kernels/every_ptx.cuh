@@ -151,6 +151,7 @@ MK_DEVICE void cluster(uint64_t *bar, uint32_t *word) {
   ptx::cluster_arrive_relaxed(bar, other);
   ptx::cluster_arrive(bar, other);
   ptx::cluster_give_back(bar, other);
+  ptx::cluster_give_back_by(ptx::lane_index(), 2, bar, other);
   ptx::cluster_wait(bar, 0);
 }
 
