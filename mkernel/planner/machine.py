@@ -238,7 +238,7 @@ H200 = Machine(
     l2_rows_split=56e9,
     paired=1.0,
     memory=4.3e12,  # M = 1 with 2048 and 4096 of K: 34 MB of weights more take 8.2 to 8.5 us; the data sheet says 4.8
-    memory_latency=1.45e-6,  # fitted: few rows by tiles of 64 and 128 columns, with 8 and 6 stages (docs/speed_log.md)
+    memory_latency=1.35e-6,  # fitted: few rows by tiles of 64 and 128 columns, with 8 and 6 stages (docs/speed_log.md)
     l2_bytes=50 << 20,
     start=7.0e-6,  # fitted: "fused alone" of 2048
     start_hot=4.2e-6,

@@ -44,7 +44,7 @@ _EXCHANGED = 10e12  # fitted, between two GPUs: bytes of packets per second of a
 _SUMS_OF_SHARES, _SUM_OF_SHARE = 1.0e-6, 0.4e-6
 # Fitted: sums of shares by the CTAs of a cluster (docs/speed_log.md, "K shared by the CTAs of a cluster"), for each tile, and bytes per
 # second from each CTA, to all others and to one.
-_SUM_IN_CLUSTER, _BETWEEN_SMS, _TO_ONE_SM = 1.0e-6, 25e9, 40e9
+_SUM_IN_CLUSTER, _BETWEEN_SMS, _TO_ONE_SM = 0.9e-6, 25e9, 40e9
 # Fitted, of swapped operands: how much longer the end of a tile takes where its CTA has another one, of what it takes otherwise.
 _SWAPPED_BETWEEN = 0.8
 _STEPS = 8  # groups of tiles that are followed one by one

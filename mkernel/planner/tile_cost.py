@@ -30,11 +30,11 @@ _PAIRED_APART = 1.07  # fitted: how many times as long tiles take where pairs al
 _SWAPPED = {
     64: {1: 0.95, 2: 1.03, 4: 1.04},
     128: {1: 0.98, 2: 0.99, 4: 1.02},
-    192: {1: 1.05, 2: 1.04, 4: 1.07},
+    192: {1: 1.02, 2: 1.03, 4: 1.07},
     256: {1: 1.04, 2: 1.08, 4: 1.1},
 }
 _SWAPPED_IN_LINE = 0.98  # of clusters of four CTAs in one line, but of wide tiles; and of tiles that warpgroups have in turn
-_SWAPPED_IN_TURN = {1: 1.0, 2: 1.0, 4: 1.02}
+_SWAPPED_IN_TURN = {1: 1.0, 2: 1.03, 4: 1.02}
 IN_TURN = 0.3  # fitted: of what a tile costs beside its k steps, where warpgroups have tiles in turn, of all but the last
 # Fitted: what a row takes the SM that others of its cluster load it for, of what a whole line takes that it loads itself.
 _RECEIVED = 0.65
@@ -42,10 +42,10 @@ _SMS_OF_TPC = 2  # as if these took what they load through one port: fitted (doc
 _LOAD_BESIDE = 0.9  # fitted: of what an SM takes otherwise, where SMs also move data for other ranks
 # Fitted: how many rows in two lines, in whole sectors, L2 answers, of those that it answers CTAs alone: what neighbours ask for at the same
 # time it reads once, and clusters do not keep step.
-_TOGETHER = {1: 1.0, 2: 0.84, 4: 0.68}  # by CTAs of a cluster
+_TOGETHER = {1: 1.0, 2: 0.88, 4: 0.74}  # by CTAs of a cluster
 # Fitted: how many times as long L2 takes for such rows of A, which several CTAs load, where these are not in step, or nearly all load
 # the same.
-_APART_A, _FEW_ROWS = 1.25, 2
+_APART_A, _FEW_ROWS = 1.32, 2
 _SECTOR = 32  # bytes
 # Fitted: a step whose data are there, of however few products; 240 cycles by stamps (docs/speed_log.md, "What a k step of few rows waits
 # for").
