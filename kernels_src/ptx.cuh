@@ -470,8 +470,8 @@ MK_DEVICE void wgmma(float (&d)[Count], uint64_t a, uint64_t b, bool accumulate)
     using Atom = typename detail::Atom<N, E == Element::kFloat16, A == Major::kMN, B == Major::kMN>::Type;
     detail::fma<Atom, First>(d, b, accumulate, typename detail::IndicesTo<N / 2>::Type{}, a);
   } else {
-    static_assert(B == Major::kK, "what there is text of");
-    detail::Instruction<N>::template multiply<E == Element::kFloat16, A == Major::kMN, First>(d, detail::descriptors(a, b, accumulate));
+    using Text = detail::Instruction<N>;
+    Text::template multiply<E == Element::kFloat16, A == Major::kMN, B == Major::kMN, First>(d, detail::descriptors(a, b, accumulate));
   }
 }
 // The same with A in four registers of each thread, two packed elements each: word i of thread t is row r + 8 (i % 2), columns 8 (i / 2) + t % 4 * 2 and

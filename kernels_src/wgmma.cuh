@@ -117,27 +117,30 @@ MK_DEVICE Descriptors descriptors(uint64_t a, uint64_t b, bool adds) {
   "add.u32 low, %2, " by_b ";\ncvt.u64.u32 b, low;\nor.b64 b, b, high_b;\n"
 #define MK_INSTRUCTION(N, n, type, transposed, by_a, by_b, adds)                                \
   MK_OPERANDS(by_a, by_b) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type       \
-                          " {" MK_NAMES##n "}, a, b, " adds ", 1, 1, " transposed ", 0;\n"
+                          " {" MK_NAMES##n "}, a, b, " adds ", 1, 1, " transposed ";\n"
 // Four instructions, of which each begins 16 columns of K further on than the one before: 32 bytes, or of A 16 rows of 128 bytes; in units of 16.
 #define MK_FOUR(N, n, type, transposed, by)                                                                                   \
-  "wgmma.fence.sync.aligned;\n" MK_INSTRUCTION(N, n, type, transposed, "0", "0", "adds")                                      \
-  MK_INSTRUCTION(N, n, type, transposed, by, "2", "yes") MK_INSTRUCTION(N, n, type, transposed, "2*" by, "2*2", "yes")        \
-  MK_INSTRUCTION(N, n, type, transposed, "3*" by, "3*2", "yes")                                                               \
+  "wgmma.fence.sync.aligned;\n" MK_INSTRUCTION(N, n, type, transposed ", 0", "0", "0", "adds")                                      \
+  MK_INSTRUCTION(N, n, type, transposed ", 0", by, "2", "yes") MK_INSTRUCTION(N, n, type, transposed ", 0", "2*" by, "2*2", "yes")        \
+  MK_INSTRUCTION(N, n, type, transposed ", 0", "3*" by, "3*2", "yes")                                                               \
   "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;\n"
 
 template <uint32_t N> struct Instruction;
 #define MK_ANY(N, n)                                                                                                       \
   template <> struct Instruction<N> {                                                                                      \
-    template <bool Half, bool MnA, uint32_t First, uint32_t Count>                                                         \
+    template <bool Half, bool MnA, bool MnB, uint32_t First, uint32_t Count>                                               \
     MK_DEVICE static void multiply(float (&d)[Count], Descriptors of) {                                                    \
-      if constexpr (!Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0", "0", "0", "adds"));            \
-      if constexpr (!Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "1", "0", "0", "adds"));             \
-      if constexpr (Half && !MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0", "0", "0", "adds"));              \
-      if constexpr (Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "1", "0", "0", "adds"));               \
+      static_assert(!MnA || !MnB, "what there is text of");                                                                \
+      if constexpr (!Half && !MnA && !MnB) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0, 0", "0", "0", "adds")); \
+      if constexpr (!Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "1, 0", "0", "0", "adds"));          \
+      if constexpr (!Half && MnB) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "bf16", "0, 1", "0", "0", "adds"));          \
+      if constexpr (Half && !MnA && !MnB) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0, 0", "0", "0", "adds"));   \
+      if constexpr (Half && MnA) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "1, 0", "0", "0", "adds"));            \
+      if constexpr (Half && MnB) MK_STATEMENT(n, First, MK_INSTRUCTION(N, n, "f16", "0, 1", "0", "0", "adds"));            \
     }                                                                                                                      \
   };
 MK_ANY(32, 4) MK_ANY(40, 5) MK_ANY(48, 6) MK_ANY(56, 7) MK_ANY(72, 9) MK_ANY(80, 10) MK_ANY(88, 11) MK_ANY(96, 12) MK_ANY(112, 14) MK_ANY(144, 18)
-MK_ANY(160, 20)
+MK_ANY(160, 20) MK_ANY(176, 22) MK_ANY(208, 26) MK_ANY(224, 28) MK_ANY(240, 30)
 
 template <uint32_t N> struct Step;
 #define MK_STEP(N, n)                                                                                                      \

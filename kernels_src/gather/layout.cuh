@@ -62,7 +62,9 @@ struct alignas(64) Parameters {
   abi::TensorMap gather_tail_map;
   abi::TensorMap b_map;
   abi::TensorMap b_slice_map;  // of a K-major B with boxes as wide as a slice
-  abi::TensorMap c_map;  // (planes, rows of a plane, N); c_tail_map: of what tiles of swapped operands have beyond whole blocks of rows
+  // (planes, rows of a plane, N); c_tail_map: of what tiles of swapped operands have beyond whole blocks of rows. Of columns that are no whole panels
+  // (GemmShape::kCut): (rows, columns of tiles, columns of a tile), all of them but the last, which has c_tail_map, (planes, rows of a plane, N).
+  abi::TensorMap c_map;
   abi::TensorMap c_tail_map;
 };
 

@@ -53,7 +53,7 @@ MK_DEVICE void write_blocks(const Call& call, const float (&d)[GemmShape<Config>
       char* block = begin();
 #pragma unroll
       for (uint32_t j = 0; j < kPanel / 16; ++j) {
-        if (Shape::kUnits > 1 && panel * (kPanel / 2) + j * 8 >= Shape::kUnitHeld) break;  // no tile has so many rows
+        if (panel * (kPanel / 2) + j * 8 >= Shape::kUnitHeld) break;  // no tile has so many rows, or columns
         const Results<Config> e(op, d, unit * Shape::kUnitHeld + panel * (kPanel / 2) + j * 8);
         if constexpr (Shape::kSwapped) {  // 16 rows x this warp's 16 columns
           const uint32_t at = j * 16 + lane / 16 * 8 + lane % 8, column = (warp * 2 + lane / 8 % 2) ^ (at % 8);

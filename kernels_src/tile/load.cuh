@@ -82,7 +82,7 @@ MK_DEVICE void load_b(const Op& op, char* smem_b, const abi::TensorMap* b, uint6
     }
   } else if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
 #pragma unroll
-    for (uint32_t p = 0; p < Shape::kColumns / kPanel; ++p) {
+    for (uint32_t p = 0; p < (Shape::kColumns + kPanel - 1) / kPanel; ++p) {
       if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, column + p * kPanel, k, b_plane);
     }
   } else {
@@ -92,7 +92,9 @@ MK_DEVICE void load_b(const Op& op, char* smem_b, const abi::TensorMap* b, uint6
 
 template <class Config, class Op>
 MK_DEVICE uint32_t bytes_of_stage(const Op& op, const TileCoordinate& c) {
-  return (op.load_rows(c) + tile_width<Config>(c)) * GemmShape<Config>::kBlockK * 2;
+  uint32_t columns = tile_width<Config>(c);
+  if (GemmShape<Config>::kCut && Config::kBRowMajor) columns = Config::kBlockN;  // whole panels
+  return (op.load_rows(c) + columns) * GemmShape<Config>::kBlockK * 2;
 }
 
 // Loads B of the first stages of a tile that waits, and no A. Returns how many stages.

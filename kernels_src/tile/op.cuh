@@ -211,6 +211,10 @@ struct BasicOp {
       ptx::tma_store_3d(map, smem, first_column<Config>(c) + column * kPanel, row, plane);
     } else {
       const uint32_t row = c.m * block_rows() + block_row(c, warpgroup);
+      if constexpr (Shape::kCut) {  // what a panel has beyond the tile lies beyond a row of c_map; the last tile's, beyond C
+        if (c.n + 1 < tiles_n()) return ptx::tma_store_3d(&p.c_map, smem, panel * kPanel, c.n, row);
+        return ptx::tma_store_3d(&p.c_tail_map, smem, block_column<Config>(c, panel, warpgroup), row, plane);
+      }
       ptx::tma_store_3d(&p.c_map, smem, block_column<Config>(c, panel, warpgroup), row, plane);
     }
   }

@@ -65,6 +65,13 @@ template <class Config>
   requires requires { Config::kColumns; }
 constexpr uint32_t kColumns<Config> = Config::kColumns;
 
+// Columns of a tile whose operands are not swapped, a multiple of 16, where these are not kBlockN but some fewer (shape.cuh).
+template <class Config>
+constexpr uint32_t kWidth = Config::kBlockN;
+template <class Config>
+  requires requires { Config::kWidth; }
+constexpr uint32_t kWidth<Config> = Config::kWidth;
+
 // 1 where consumer warpgroups have such tiles in turn, each all of its own.
 template <class Config>
 constexpr bool kAlternates = false;

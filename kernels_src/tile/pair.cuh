@@ -113,7 +113,7 @@ struct Pair {
     const uint32_t part = row(), ctas = of_column();
     if constexpr (Config::kBRowMajor) {
 #pragma unroll
-      for (uint32_t p = 0; p < Shape::kColumns / kPanel; ++p) {
+      for (uint32_t p = 0; p < (Shape::kColumns + kPanel - 1) / kPanel; ++p) {
         if (Shape::kMayBeNarrow && p * kPanel >= width) break;
         ptx::tma_load_3d_multicast(smem + p * Shape::kPanelBytes + part * (Shape::kPanelBytes / kParts), map, filled, ctas, at + p * kPanel,
                                    k + part * (Shape::kBlockK / kParts), plane);

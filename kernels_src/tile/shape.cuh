@@ -50,6 +50,9 @@ static_assert(sizeof(TilePart) == 32, "two loads");
 // Wide tiles are kernels of their own (Config::kColumns): of 256 columns a warpgroup has 128, two blocks of 64, one after the other with the same rows; of
 // 192 columns, of which it cannot have half, it has all three blocks, and half of the rows. They load least for what they multiply.
 // Or the warpgroups have tiles of 128 columns in turn (Config::kAlternates): while one writes a result the other multiplies, as long as there are tiles.
+//
+// With operands as they are a tile may have fewer columns than Config::kBlockN, a multiple of 16 that fits N (Config::kWidth), so that its last panel is
+// not a whole one (kCut). Stages have room for whole ones, which are loaded of a row-major B.
 template <class Config>
 struct GemmShape {
   static constexpr bool kSwapped = optional::kSwapped<Config>;
@@ -58,7 +61,7 @@ struct GemmShape {
   static constexpr uint32_t kWarpgroups = kAlternates ? 1 : kConsumerWarpgroups;       // that multiply a tile
   static constexpr uint32_t kUnits = kBlockM / (kSplitsRows ? 64 : 64 * kWarpgroups);  // blocks of 64 columns, or rows, of a warpgroup
   static constexpr uint32_t kMostRows = kSplitsRows ? 192 : 160;                       // of a tile, if warpgroups have several blocks
-  static constexpr uint32_t kBlockN = kUnits > 1 ? kMostRows : Config::kBlockN;
+  static constexpr uint32_t kBlockN = kUnits > 1 ? kMostRows : optional::kWidth<Config>;
   static constexpr uint32_t kHeld = kBlockM * kBlockN / (kWarpgroups * kWarpgroup);  // values that a consumer thread has of a tile,
   static constexpr uint32_t kUnitHeld = kHeld / kUnits;                              // and of each of its blocks
   static constexpr uint32_t kStages = Config::kStages;
@@ -105,7 +108,11 @@ struct GemmShape {
   static constexpr uint32_t kResultBuffers = Config::kResultBuffers;  // of a panel, per consumer warpgroup: results on their way out
   static_assert(Config::kBlockN % kPanel == 0 && Config::kBlockN <= 256, "kBlockN: 64, 128, 192 or 256");
   static_assert(!kGated || (kBlockN % (2 * kPanel) == 0 && Config::kSlices == 1), "a panel of gate and one of up lie side by side");
-  static_assert(kSwapped || (kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0), "a slice is a whole number of panels");
+  static constexpr bool kCut = !kSwapped && kResultN % kPanel != 0;
+  static_assert(kSwapped || kCut || (kSliceN * Config::kSlices == kBlockN && kSliceN % kPanel == 0), "a slice is a whole number of panels");
+  static_assert(!kCut || (kBlockN % kInstructionK == 0 && Config::kBlockN - kBlockN < kPanel && !kMayBeLow && !kGated &&
+                          Config::kSlices == 1 && !optional::kShares<Config>),
+                "multiples of 16, in room for whole panels: whole tiles of all K of plain products");
 };
 
 // a / b, without the division, some 150 cycles, where the answer can be seen: small calls begin with it.
@@ -149,7 +156,7 @@ MK_DEVICE uint32_t warpgroups_of(const TileCoordinate& c) {
 template <class Config>
 MK_DEVICE uint32_t block_panels(const TileCoordinate& c) {
   const uint32_t width = GemmShape<Config>::kGated ? tile_width<Config>(c) / 2 : tile_width<Config>(c);
-  return (c.is_short ? width / kConsumerWarpgroups : width) / kPanel;
+  return ((c.is_short ? width / kConsumerWarpgroups : width) + kPanel - 1) / kPanel;
 }
 MK_DEVICE uint32_t block_row(const TileCoordinate& c, uint32_t warpgroup) { return c.is_short ? 0 : warpgroup * kBlockRows; }
 template <class Config>

@@ -311,7 +311,12 @@ class _Binder:
         b_map = known.map(world, b_address, columns, cluster)
         slice_map = known.map(world, b_address, sliced) if sliced else NO_MAP
         beyond = sizes.block_rows // blocks % STORED_ROWS
-        stored = c_maps(c, plane_rows, STORED_ROWS, beyond) if beyond else c_maps(c, plane_rows, STORED_ROWS) + NO_MAP
+        if plan.tile.cut:  # what of a last panel is the next tile's lies beyond the columns of a tile
+            extents, strides = (columns, max(1, plan.tiles_n - 1), plane_rows), (columns * ITEM, self._c_stride)
+            of_tiles = world.backend.tensor_map(c, known.dtype, extents, strides, (BLOCK_K, 1, STORED_ROWS))
+            stored = of_tiles + c_maps(c, plane_rows, STORED_ROWS)
+        else:
+            stored = c_maps(c, plane_rows, STORED_ROWS, beyond) if beyond else c_maps(c, plane_rows, STORED_ROWS) + NO_MAP
         maps = a_maps, part_map, gather_maps, b_map, slice_map, stored
         return Parameters.from_buffer_copy(b"".join((_BEFORE, values, _BETWEEN, *maps)))
 

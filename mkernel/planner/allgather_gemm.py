@@ -12,7 +12,7 @@ from mkernel.planner import pairs
 from mkernel.planner.derived import replaced
 from mkernel.planner.gather_plan import OP, PARAMETER_BYTES, SHARE, SPECIALIZED, SUM, AllGatherGemmPlan, AllGatherGemmProblem, Tile
 from mkernel.planner.gemm import BLOCK_M, GROUP_M, GemmTile, choose_put
-from mkernel.planner.heights import NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, Heights, asked_heights
+from mkernel.planner.heights import NARROW_COLUMNS, SWAPPED_COLUMNS, SWAPPED_ROWS, WIDE_COLUMNS, Heights, asked_heights
 from mkernel.planner.pairs import Paired
 from mkernel.planner.pushing import FEW_WAVES, default_split, most_parts, warps_pay, warps_push
 from mkernel.planner.row_classes import EXAMINED_ROWS, class_of, classes, most_chosen
@@ -46,6 +46,7 @@ _GPC_GROUP_M, _GPC_WAVES = 4, 2
 _PACKET_RANKS = 8  # of a node: more would need more registers
 _PACKET_SHARDS = 16 << 10  # bytes of all shards, for each SM, up to which they travel in packets
 CLUSTER_K_WIDTHS = 64, 128  # columns of tiles whose K clusters share: beside more there is no room for enough stages
+_SWAPPED_WIDTHS = NARROW_COLUMNS, SWAPPED_COLUMNS, *WIDE_COLUMNS
 _TAGGED_MOST = 192  # columns of tiles: more leave no registers
 _ROW_CHUNK_BYTES = 48 * 1024  # where that is less than a row of tiles (docs/speed_log.md),
 _FLAG_BYTES = 12 * 1024  # and where a flag costs a CTA as long as so many bytes to one mate,
@@ -91,6 +92,8 @@ def make_plan(
         tile = GemmTile.deepest(SWAPPED_ROWS)
     elif asked.block_n is not None:
         tile = GemmTile.deepest(asked.block_n)
+        if tile.cut:
+            asked = _cut(problem, asked)
     if tile is not None:
         asked = replaced(asked, cluster=asked.cluster or 1, cluster_n=asked.cluster_n or 1)
     plan = _plan_of_class(problem, of_class, sm_count, split, tile, compiled_in, asked)
@@ -286,6 +289,8 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
     Raises TilingError where there can be none as asked for.
     """
     columns, at_once = _columns_of_swapped(asked), asked.tiles_at_once or 1
+    if columns not in _SWAPPED_WIDTHS:
+        raise TilingError(f"{asked}: tiles of swapped operands have {', '.join(map(str, _SWAPPED_WIDTHS))} columns")
     if problem.canonical or asked.packets == 2:
         raise TilingError(f"{asked}: swapped operands have no tagged packets, and no batch_invariant")
     if at_once > 1 and (columns != SWAPPED_COLUMNS or (asked.shares or 1) > 1 or problem.topology.size > 1):
@@ -297,6 +302,15 @@ def _swapped(problem: AllGatherGemmProblem, rows: int, asked: Tiling) -> Tiling:
     span = problem.topology.size if asked.packets else asked.span or 1
     tile_rows = max(asked.tile_rows or 1, math.ceil(span * rows / _heights(asked)[-1]))
     return replaced(asked, shares=asked.shares or 1, span=span, packets=asked.packets or 0, tile_rows=tile_rows)
+
+
+def _cut(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling:
+    """What is asked for of tiles whose columns are no whole panels. Raises TilingError where there can be none as asked for."""
+    whole = all(getattr(asked, name) in (None, 1) for name in ("span", "shares")) and not asked.packets
+    if problem.topology.size > 1 or not whole or (asked.block_n or 0) % (8 * (asked.cluster or 1)):
+        rule = "tiles of 64, 128, 192 or 256 columns, or in a world of one, of all K, of multiples of 16, with clusters of four in M of 32"
+        raise TilingError(f"{asked}: {rule}")
+    return replaced(asked, shares=1)
 
 
 def _sharing_in_clusters(problem: AllGatherGemmProblem, asked: Tiling) -> Tiling:

@@ -48,6 +48,8 @@ _ONE_STEP_BYTES = 64 << 20
 _MORE_TILE_ROWS = 8  # of swapped operands: how many more rows of tiles than needed are looked at
 _ADDED_AT_ONCE = 4  # shares of K whose packets a thread looks at together (kernels_src/tile/shares.cuh)
 _LOW_ROWS = 48  # up to so many rows swapped operands gain nothing in a world of one (docs/speed_log.md)
+# Widths that are no whole panels, of which so many are looked at; and waves from which on who is free takes the next tile.
+_CUT_WIDTHS, _FITTING, _FEW_WAVES = tuple(width for width in range(80, 256, 16) if width % BLOCK_K), 2, 4
 _FEW_ROWS = 2048  # of a reduction: beyond, tiles of 64 columns never pay
 
 
@@ -274,6 +276,28 @@ def _products(
         sharing = [Tiling(width, 1, shares) for shares in _shares(problem, rows, sm_count, width) if shares != known]
         yield from _tiled(problem, rows, sm_count, specialize, (*pairs, *sharing), kinds)
     yield from _tiled(problem, rows, sm_count, specialize, _sharing_in_clusters(problem, rows, sm_count), kinds)
+    if compiled_in(problem, specialize) & {"n", "k"}:  # elsewhere all N and K would have too many kernels
+        of_cut = itertools.product(_fitting_widths(problem, rows, sm_count), [(1, 1), *_clusters(problem, rows)])
+        cut = (Tiling(width, 1, 1, cluster, None, cluster_n) for width, (cluster, cluster_n) in of_cut)
+        yield from _tiled(problem, rows, sm_count, specialize, cut, kinds)
+
+
+def _fitting_widths(problem: AllGatherGemmProblem, rows: int, sm_count: int) -> list[int]:
+    """Widths that are no whole panels for which SMs have least to do one after the other, if it is less than for those that are.
+
+    Of a row-major B whole panels are loaded all the same, which counts as much as what is multiplied.
+    """
+    tile_rows = math.ceil(rows / BLOCK_M)
+
+    def seconds(width: int) -> float:
+        tile, waves = GemmTile.deepest(width), tile_rows * math.ceil(problem.n / width) / sm_count
+        columns = (width + tile.room) / 2 if problem.b_row_major else width
+        return (math.ceil(waves) if waves <= _FEW_WAVES else waves) * columns / tile.relative_speed
+
+    if rows <= BLOCK_M // 2:  # one warpgroup multiplies so few
+        return []
+    whole = min(map(seconds, PAIRED_WIDTHS))
+    return sorted((width for width in _CUT_WIDTHS if seconds(width) < whole), key=seconds)[:_FITTING]
 
 
 def _tiled(

@@ -21,6 +21,7 @@ __all__ = [
     "BLOCK_M",
     "GROUP_M",
     "THREADS",
+    "between",
     "GemmPlan",
     "GemmProblem",
     "GemmTile",
@@ -52,6 +53,7 @@ _PUT_BYTES = (128 * 1024, 4 * 1024 * 1024)
 _PUTS = 16  # per shard
 
 WARP_ROWS = 16  # of a tile: a warp's are loaded all, or none
+_PANEL = 64  # columns whose values have 128 bytes
 
 _SM_FLOPS = 5.3e12  # per second, of the tile loop on one SM
 # Throughput of one SM against the 128 x 256 tile, measured on H200.
@@ -62,6 +64,7 @@ _RELATIVE_SPEED = {256: 1.0, 192: 0.97, 128: 0.88, 64: 0.58}
 class GemmTile:
     """A tile of ``BLOCK_M x block_n`` with ``stages`` stages of ``BLOCK_K``; 16-bit elements.
 
+    ``block_n``: 64, 128, 192 or 256; of allgather_gemm in a world of one any multiple of 16 between (``kernels_src/tile/shape.cuh``).
     ``buffers``: of 64 columns each, where results wait to be stored.
     """
 
@@ -71,8 +74,18 @@ class GemmTile:
 
     @property
     def shared_bytes(self) -> int:
-        stages = self.stages * (BLOCK_M + self.block_n) * BLOCK_K * 2
+        stages = self.stages * (BLOCK_M + self.room) * BLOCK_K * 2
         return max(stages + self.buffers * _RESULT_BYTES, _PIECES_BYTES) + _BARRIER_BYTES
+
+    @property
+    def room(self) -> int:
+        """Columns that a stage has room for, and which are loaded of a row-major B: whole panels."""
+        return -(-self.block_n // _PANEL) * _PANEL
+
+    @property
+    def cut(self) -> bool:
+        """Whether its last panel is not a whole one."""
+        return self.room != self.block_n
 
     @property
     def low_stages(self) -> int:
@@ -90,7 +103,7 @@ class GemmTile:
     @property
     def relative_speed(self) -> float:
         """Throughput of an SM with this tile against one of 256 columns."""
-        return _RELATIVE_SPEED[self.block_n]
+        return between(_RELATIVE_SPEED, self.block_n)
 
     @classmethod
     @functools.cache
@@ -99,7 +112,8 @@ class GemmTile:
 
         ``sent``: to other ranks; then there is room for a whole tile, so that no thread that multiplies waits for stores over NVLink.
         """
-        stage, whole = (BLOCK_M + block_n) * BLOCK_K * 2, max(2, block_n // 64)
+        panels = math.ceil(block_n / _PANEL)
+        stage, whole = (BLOCK_M + panels * _PANEL) * BLOCK_K * 2, max(2, panels)
         room = SHARED_LIMIT - _BARRIER_BYTES
         stages = min(8, (room - (whole if sent else 2) * _RESULT_BYTES) // stage)
         return cls(block_n, stages, min(whole, (room - stages * stage) // _RESULT_BYTES))
@@ -112,6 +126,12 @@ class GemmTile:
         buffers = max(2, math.ceil(packets * BLOCK_M * 2 * 16 / _RESULT_BYTES))
         stages = min(8, (SHARED_LIMIT - _BARRIER_BYTES - buffers * _RESULT_BYTES) // ((BLOCK_M + block_n) * BLOCK_K * 2))
         return cls(block_n, stages, buffers)
+
+
+def between(by_columns: Mapping[int, float], columns: int) -> float:
+    """The value for so many columns of a tile: of whole panels, else on the line between the values of fewer and of more."""
+    part, low = columns % _PANEL / _PANEL, columns // _PANEL * _PANEL
+    return by_columns[low] if part == 0 else (1 - part) * by_columns[low] + part * by_columns[low + _PANEL]
 
 
 def fitting(block_n: int, bytes_beside: int) -> GemmTile:
@@ -261,7 +281,8 @@ def _spec(
     # A single k step that is known makes a tile straight code, for whose wgmma ptxas may find no registers: then it serializes them.
     compiled_in = specialize - {"k"} if problem.k <= BLOCK_K else specialize
     constants = constants_of(fields, compiled_in) | {
-        "kBlockN": tile.block_n,
+        "kBlockN": tile.room,
+        **({"kWidth": tile.block_n} if tile.cut else {}),
         "kStages": tile.stages,
         "kResultBuffers": tile.buffers,
         "kFloat16": int(problem.dtype == "float16"),

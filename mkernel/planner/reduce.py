@@ -124,6 +124,8 @@ def _check_tiling(problem: ReduceProblem, asked: Tiling, split: Split | None) ->
     packets = may_be_packed(problem) and _leaves_packets(asked, split)
     if asked.swaps and (problem.canonical or asked.block_n not in (None, SWAPPED_COLUMNS) or not packets):
         raise TilingError(f"{asked}: swapped operands have tiles of {SWAPPED_COLUMNS} columns, in packets, and no batch_invariant")
+    if asked.block_n is not None and asked.block_n % BLOCK_K:
+        raise TilingError(f"{asked}: tiles of a reduction have 64, 128, 192 or 256 columns")
     if asked.packets not in (None, 0) and (asked.packets == 2 or not packets):
         raise TilingError(f"{asked}: values travel in packets inside a node of 2 to {_PACKET_RANKS} ranks, unrounded sums not")
     clusters = asked.cluster or 1, asked.cluster_n or 1

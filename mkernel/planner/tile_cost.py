@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mkernel.planner.gemm import BLOCK_K
+from mkernel.planner.gemm import BLOCK_K, between
 from mkernel.planner.heights import NARROW_COLUMNS, WIDE_COLUMNS, halves_rows
 from mkernel.planner.machine import Machine
 from mkernel.planner.prediction import ITEM, blend
@@ -51,6 +51,7 @@ _SECTOR = 32  # bytes
 # for").
 _STEP = 0.14e-6
 _SHARP = 12  # fitted: how sharply the longer one of products and loads tells what a k step takes
+_LOADED_BEYOND = 1.03  # fitted: the same where more columns are loaded than multiplied
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four, of the GEMM ops
 
 
@@ -61,8 +62,8 @@ class TileShape(NamedTuple):
     ----------
     rows, columns
         Of the result.
-    load_rows
-        Of A, that are loaded.
+    load_rows, load_columns
+        Of A and B, that are loaded (0: all columns).
     cluster, cluster_n
         CTAs that load the columns of B together, and the rows of A.
     stages
@@ -87,6 +88,7 @@ class TileShape(NamedTuple):
     in_turn: bool = False
     sharing_k: bool = False
     low: bool = False
+    load_columns: int = 0
 
     @property
     def multiplied(self) -> int:
@@ -206,11 +208,12 @@ def _load_of_step(machine: Machine, tile: TileShape, operands: Operands, around:
     """Seconds until a k step's rows are there, and given to the tensor cores."""
     # Shared memory takes what is loaded, and gives each warpgroup its rows of A and all of B.
     given = _given(tile.columns, tile.rows, halves_rows(tile.columns)) if tile.swapped else _given(tile.multiplied, tile.columns)
-    shared = (given + tile.load_rows + tile.columns) * BLOCK_K * ITEM / machine.sm_shared
+    columns = tile.load_columns or tile.columns
+    shared = (given + tile.load_rows + columns) * BLOCK_K * ITEM / machine.sm_shared
     of_a, of_b = _rows(machine, operands.a_row, tile.ctas), _rows(machine, operands.b_row, tile.ctas)
-    height, width = tile.load_rows / tile.cluster_n, tile.columns / tile.cluster  # of A and B that this CTA loads
+    height, width = tile.load_rows / tile.cluster_n, columns / tile.cluster  # of A and B that this CTA loads
     # An SM takes rows of 128 bytes at its own rate, also those that others load for it, and L2 answers all SMs at one of its own.
-    taken = height * of_a.of_sm + width * of_b.of_sm + _RECEIVED * (tile.load_rows - height + tile.columns - width)
+    taken = height * of_a.of_sm + width * of_b.of_sm + _RECEIVED * (tile.load_rows - height + columns - width)
     of_sm = taken * _LINE / (machine.sm_load * _share_of_load(machine, around))
     is_slow = not of_a.whole and (around.apart or (tile.ctas == 1 and around.together <= _FEW_ROWS))
     of_l2 = around.there * height * (_APART_A if is_slow else 1.0) / of_a.of_l2 + width / of_b.of_l2
@@ -231,13 +234,14 @@ def _read(tile: TileShape, around: Around) -> float:
     if around.apart:
         return _READ_APART[tile.columns]
     of_rows = _once(tile.rows, tile.columns, around.together) / _once(tile.rows, tile.columns)
-    return _READ[tile.columns] * min(1.0, of_rows)
+    return between(_READ, tile.columns) * min(1.0, of_rows)
 
 
 def _longer(machine: Machine, tile: TileShape, around: Around) -> float:
     """How many times as long k steps of a kind of tile take as its products and loads say; of clusters of four no longer than alone."""
     longer = machine.paired * (_PAIRED_APART if around.apart else 1.0) if tile.ctas == 2 else 1.0
     longer *= _SHALLOW if 0 < tile.stages < _DEEP and not around.beside else 1.0
+    longer *= _LOADED_BEYOND if tile.load_columns > tile.columns else 1.0
     if not tile.swapped:
         return longer
     if tile.in_turn:

@@ -27,7 +27,8 @@ class Tiling:
     Attributes
     ----------
     block_n
-        Columns of a tile: 64, 128, 192 or 256.
+        Columns of a tile: 64, 128, 192 or 256; of ``allgather_gemm`` in a world of one, of all K and operands that are not swapped, any
+        multiple of 16 between 80 and 256, with ``cluster`` 4 of 32.
     span
         How many ranks' shards are one plane of tiles (1: no tile reaches over the end of a shard). Of ``gemm_reduce_scatter`` 1, or all
         ranks: its values then travel in packets.
@@ -81,8 +82,8 @@ class Tiling:
             if isinstance(value, bool) or not isinstance(value, int) or not (name != "packets") <= value < _RADIX - 1:
                 raise ValueError(f"{name} {value!r}: must be a positive number below {_RADIX - 1}")
         found = cls(**wanted)
-        if found.block_n not in (None, 64, 128, 192, 256):
-            raise ValueError(f"block_n {found.block_n}: must be 64, 128, 192 or 256")
+        if found.block_n is not None and (found.block_n % 16 or not 64 <= found.block_n <= 256):
+            raise ValueError(f"block_n {found.block_n}: must be a multiple of 16 from 64 to 256")
         if found.packets not in (None, 0, 1, 2):
             raise ValueError(f"packets {found.packets}: must be 0, 1 or 2")
         for name, ctas in (("cluster", found.cluster), ("cluster_n", found.cluster_n)):

@@ -20,7 +20,7 @@ of one both add the vendor's product (``cuBLAS``), as ``--vendor`` does.
 in packets.
 
 ``--tilings block_n=64,shares=4 packets=0`` adds these, of the fields that an op knows, where a plan can have them. A shape may have its
-own, ``allgather_gemm:486x2208x3536/block_m=88,cluster=2/block_m=88,cluster_n=4``: then there is no ``old``, and ``new`` comes first.
+own, ``allgather_gemm:486x2208x3536/block_m=88,cluster=2/block_m=96,cluster_n=4``: then there is no ``old``, and ``new`` comes first.
 
 ``--b transposed`` measures calls whose B is the transpose view of an (N, K) array, as weights of torch's linear layers are passed.
 

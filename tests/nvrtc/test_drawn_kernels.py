@@ -37,7 +37,7 @@ _SECONDS = 12.0  # of compilations, when there has been one of each op
 def draw_tiling(rng: np.random.Generator) -> Tiling:
     """Any that can be written."""
     drawn = {
-        "block_n": (64, 128, 192, 256),
+        "block_n": (64, 80, 128, 176, 192, 240, 256),
         "span": (1, 2, 4, 8),
         "shares": (1, 1, 2, 3, 5, 8),
         "cluster": (1, 2, 4),

@@ -205,6 +205,25 @@ def test_allgather_gemm_whose_ctas_share_k(
 
 
 @pytest.mark.cases(
+    width=tuple(width for width in range(80, 256, 16) if width % 64),
+    cluster=CLUSTERS,
+    row_major=(True, False),
+    dtype=("bfloat16", "float16"),
+    specialize=MODES,
+)
+@pytest.mark.drawn(2)
+def test_allgather_gemm_of_any_width(
+    caplog: pytest.LogCaptureFixture, width: int, cluster: tuple[int, int], row_major: bool, dtype: str, specialize: str
+) -> None:
+    """Each is one instruction wide, and takes no more registers than whole panels do."""
+    problem = AllGatherGemmProblem(Topology(1, 1), 1056, 8192, dtype, row_major)
+    plan = make_plan(problem, 1024, _SMS, specialize=specialize, tiling=Tiling(width, cluster=cluster[0], cluster_n=cluster[1]))
+    instructions = compiled(caplog, plan.spec)
+    kind = ".BF16" if dtype == "bfloat16" else ""
+    assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{width}x16.F32{kind}"}
+
+
+@pytest.mark.cases(
     world=("1x1", "1x2", "1x8", "2x2"),
     cluster=(*CLUSTERS, (1, 4)),
     packets=(0, 1),

@@ -65,6 +65,9 @@ WORKLOADS = {
     "pairs warps": (Case("bfloat16", 264, 136, False, split="warps", tiling=Tiling(64, 1, None, 2)), 3, (300, 129), 20.0),
     "pairs along N": (Case("bfloat16", 264, 264, split="pairs", tiling=Tiling(64, 1, None, 1, None, 2)), 3, (300, 129), 20.0),
     "fours": (Case("bfloat16", 264, 264, split="warps", tiling=Tiling(64, 1, None, 2, None, 2)), 3, (300, 129), 20.0),
+    # Columns of tiles that are no whole panels: 16 of the third one, and 6 tiles of which the last one has fewer.
+    "cut": (Case("bfloat16", 264, 808, False, tiling=Tiling(144, 1, 1, 1, None, 1)), 3, (300, 129), 20.0),
+    "cut panels": (Case("bfloat16", 264, 808, tiling=Tiling(144, 1, 1, 2, None, 1)), 3, (300, 129), 20.0),
     # Swapped operands: tiles of 112 and 224 rows, or 48 and 96; the last rows of tiles have fewer, and blocks of a result are not whole.
     "swapped": (Case("bfloat16", 264, 264, split="mover", tiling=Tiling(None, 1, 1, 1, 0, 1, 2)), 3, (197, 93), 20.0),
     "swapped shares": (Case("bfloat16", 360, 264, tiling=Tiling(None, None, 3, 1, 1, 1, 1)), 4, (40, 17), 20.0),

@@ -1,4 +1,4 @@
-"""What is planted in tiles of swapped operands (kernels_src/tile/shape.cuh)."""
+"""What is planted in tiles of swapped operands, and in those whose columns are no whole panels (kernels_src/tile/shape.cuh)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,48 @@ from tests.ops.planted_bug import Bug
 __all__ = ["SWAPPED"]
 
 SWAPPED = [
+    # Columns of tiles that are no whole panels.
+    *(
+        Bug(f"{what}: {workload}", file, text, to, workload=workload, world="1x1")
+        for workload in ("cut", "cut panels")
+        for what, file, text, to in (
+            ("what is the next tile's of a panel is stored", "tile/op.cuh", "if (c.n + 1 < tiles_n()) return", "if (c.n + 1 < 0) return"),
+            (
+                "the last column of tiles has the others' map",
+                "tile/op.cuh",
+                "if (c.n + 1 < tiles_n()) return",
+                "if (c.n < tiles_n()) return",
+            ),
+            (
+                "a tile begins where whole panels would",
+                "tile/shape.cuh",
+                "return c.n * GemmShape<Config>::kResultN +",
+                "return c.n * Config::kBlockN +",
+            ),
+            (
+                "the last panel is not stored",
+                "tile/shape.cuh",
+                ": width) + kPanel - 1) / kPanel",
+                ": width)) / kPanel",
+            ),
+        )
+    ),
+    Bug(
+        "the last panel of B is not expected",
+        "tile/load.cuh",
+        "columns = Config::kBlockN;  // whole panels",
+        "columns = columns / kPanel * kPanel;",
+        workload="cut panels",
+        world="1x1",
+    ),
+    Bug(
+        "the last panel of B is not loaded",
+        "tile/pair.cuh",
+        "p < (Shape::kColumns + kPanel - 1) / kPanel; ++p",
+        "p < Shape::kColumns / kPanel; ++p",
+        workload="cut panels",
+        world="1x1",
+    ),
     *(
         Bug(what, file, text, to, workload=workload, found_as="wrong")
         for what, file, text, to, workload in (

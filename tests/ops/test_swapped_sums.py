@@ -54,12 +54,15 @@ def _check(request: pytest.FixtureRequest, world: str, case: Case, rows: tuple[i
     world=("1x2", "1x3", "1x4", "1x5", "1x7", "1x8"),
     how=_HOWS,
     clusters=_CLUSTERS,
-    how_high=(*(("tile_rows", number) for number in (1, 2, 3, 5)), *(("block_m", rows) for rows in (48, 112, 144, 176))),
+    how_high=(*(("tile_rows", number) for number in (1, 2, 3, 5)), *(("block_m", rows) for rows in (48, 96, 112, 144, 176))),
     shares=(1, 2, 3, 7),
     shape=((72, 256), (136, 264), (520, 136), (1032, 8)),
     dtype=("bfloat16", "float16"),
     row_major=(True, False),
-    valid=lambda shape, clusters, shares, **_: shares == 1 or (max(clusters) == 1 and shares * 64 <= shape[0]),
+    valid=lambda shape, clusters, shares, how_high, **_: (
+        (shares == 1 or (max(clusters) == 1 and shares * 64 <= shape[0]))
+        and (how_high[0] != "block_m" or how_high[1] % (8 * clusters[1]) == 0)
+    ),
 )
 @pytest.mark.drawn(5)
 def test_every_element_and_the_bits_of_operands_as_they_are(

@@ -13,7 +13,7 @@ from mkernel.planner.machine import H200, Machine, changed
 from tests.gpu.kinds import errors, read
 
 FOLDER = Path(__file__).parents[2] / "docs" / "kinds"
-_DRAWN = read([FOLDER / name for name in ("drawn-2026-12-01.json", "divided-2026-12-01.json")])
+_DRAWN = read([FOLDER / name for name in ("drawn-2026-12-01.json", "divided-2026-12-01.json", "widths-2026-12-01.json")])
 _WITHIN, _LOST = 0.047, 0.012  # as docs/model.md says, and a little more
 
 

@@ -211,6 +211,11 @@ class Gemm(Call):
     def tiling(self) -> Tiling | None:
         return Tiling(cluster=self.cluster, cluster_n=self.cluster_n) if self.together > 1 else None
 
+    def _high(self, block_m: int) -> int | None:
+        """Rows of tiles of swapped operands, at least so many, of which CTAs that are neighbours in N load as many each."""
+        unit = 8 * self.cluster_n
+        return -(-block_m // unit) * unit or None
+
     def _macs(self, world: Topology) -> float:
         tiles = -(-self._all_rows(world) // _MACS_PER_ROW)
         return float(world.size * tiles * _MACS_PER_ROW * (-(-self.n // 64) * 64) * self.k)
@@ -258,7 +263,8 @@ class AllGatherGemm(Gemm):
 
     ``tile_rows``: of swapped operands; 0: they are not. ``block_m``: how high those tiles are instead, where not 0. ``columns``: of those
     tiles; 64 only with packets. ``tiles_at_once``: 2, the warpgroups have them in turn, in a world of one; and ``cluster_k``: CTAs of a
-    cluster that share K there. ``shares``: of K of a tile, by CTAs or clusters.
+    cluster that share K there. ``shares``: of K of a tile, by CTAs or clusters. ``width``: columns of tiles that are not swapped, 0: as is
+    chosen; in a world of one any multiple of 32.
     """
 
     op: ClassVar[str] = "allgather_gemm"
@@ -270,6 +276,7 @@ class AllGatherGemm(Gemm):
     tiles_at_once: int = 1
     cluster_k: int = 1
     shares: int = 1
+    width: int = 0
 
     @classmethod
     def mechanisms_in(cls, world: Topology) -> tuple[str, ...]:
@@ -299,6 +306,8 @@ class AllGatherGemm(Gemm):
         possible = [ctas for ctas in _SHARING if ctas <= -(-self.k // 64)] if world.size == 1 and not self.tile_rows else []
         if possible and rng.random() < _PAIRED:
             return dataclasses.replace(self, split=None, cluster_k=rng.choice(possible))
+        if possible and rng.random() < _PAIRED:
+            return super(AllGatherGemm, dataclasses.replace(self, width=rng.choice((96, 160, 224))))._perhaps_paired(rng, world)
         in_turn = world.size == 1 and self.tile_rows > 0 and self.columns == 128 and rng.random() < _PAIRED
         turns = dataclasses.replace(self, tiles_at_once=2, block_m=80 if self.block_m else 0) if in_turn else self
         found = super(AllGatherGemm, turns)._perhaps_paired(rng, world)
@@ -315,10 +324,12 @@ class AllGatherGemm(Gemm):
             return Tiling(cluster_k=self.cluster_k)
         if self.shares > 1:
             return Tiling(shares=self.shares, cluster=self.cluster, cluster_n=self.cluster_n)
+        if self.width:
+            return Tiling(self.width, cluster=self.cluster, cluster_n=self.cluster_n)
         if not self.packets and not self.tile_rows:
             return super().tiling
         width = 64 if self.packets == 2 else self.columns if self.columns != 128 else None
-        packets, block_m = self.packets or None, self.block_m or None
+        packets, block_m = self.packets or None, self._high(self.block_m)
         tile_rows = None if block_m else self.tile_rows or None
         at_once = self.tiles_at_once if self.tiles_at_once > 1 else None
         return Tiling(width, None, None, self.cluster, packets, self.cluster_n, tile_rows, tiles_at_once=at_once, block_m=block_m)
@@ -391,8 +402,9 @@ class _Reduction(Gemm):
     def tiling(self) -> Tiling | None:
         if self.tile_rows:
             shares = self.shares if self.together == 1 else 1
-            high = {"block_m": self.block_m} if self.block_m else {"tile_rows": self.tile_rows}
-            return Tiling(shares=shares, cluster=self.cluster, packets=1, cluster_n=self.cluster_n, **high)
+            block_m = self._high(self.block_m)
+            tile_rows = None if block_m else self.tile_rows
+            return Tiling(None, None, shares, self.cluster, 1, self.cluster_n, tile_rows, block_m=block_m)
         if self.shares > 1:
             return Tiling(shares=self.shares)
         return None if self.together == 1 else Tiling(cluster=self.cluster, packets=self.packets, cluster_n=self.cluster_n)
