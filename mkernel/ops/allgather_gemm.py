@@ -268,7 +268,7 @@ class _Binder:
     def parameters(self, executable: Executable, rows: int, a_address: int, b_address: int, c_address: int) -> Parameters:
         world, known, k, plan = self._world, self._known, self._k, executable.made_of
         sizes = executable.sizes or plan.sizes
-        parts, planes, columns, sliced, cluster, shared, blocks = plan.of_maps
+        parts, planes, columns, sliced, cluster, shared, blocks, cut = plan.of_maps
         # Rows of A that a CTA loads of a tile: of any, and of those of the last row.
         of_tile = sizes.load_rows // plan.cluster_n, sizes.tail_rows // plan.cluster_n
         extent, plane_rows = rows or 1, sizes.plane_rows or 1  # a tensor map has no empty dimension;
@@ -311,7 +311,7 @@ class _Binder:
         b_map = known.map(world, b_address, columns, cluster)
         slice_map = known.map(world, b_address, sliced) if sliced else NO_MAP
         beyond = sizes.block_rows // blocks % STORED_ROWS
-        if plan.tile.cut:  # what of a last panel is the next tile's lies beyond the columns of a tile
+        if cut:  # what of a last panel is the next tile's lies beyond the columns of a tile
             extents, strides = (columns, max(1, plan.tiles_n - 1), plane_rows), (columns * ITEM, self._c_stride)
             of_tiles = world.backend.tensor_map(c, known.dtype, extents, strides, (BLOCK_K, 1, STORED_ROWS))
             stored = of_tiles + c_maps(c, plane_rows, STORED_ROWS)

@@ -165,15 +165,15 @@ class AllGatherGemmPlan(GemmPlan[AllGatherGemmProblem]):
         return self.taken_group_m, self.part_blocks, *self.shifts, *self.piece_box
 
     @derived
-    def of_maps(self) -> tuple[int, int, int, int, int, int, int]:
+    def of_maps(self) -> tuple[int, int, int, int, int, int, int, bool]:
         """What tensor maps are made by.
 
-        Parts, planes, columns of a tile and of a slice's load, CTAs of a cluster, whether K is shared, and in how many blocks the rows of a
-        tile of swapped operands are stored: those of each consumer warpgroup, where each has half of them.
+        Parts, planes, columns of a tile and of a slice's load, CTAs of a cluster, whether K is shared, in how many blocks the rows of a
+        tile of swapped operands are stored (those of each consumer warpgroup, where each has half of them), and whether a panel is cut.
         """
         sliced = self.b_columns if self.slices > 1 and not self.problem.b_row_major else 0
         blocks = 2 if self.swapped and halves_rows(self.swapped_columns) else 1
-        return self.parts, self.planes, self.columns, sliced, self.cluster, int(self.shares > 1), blocks
+        return self.parts, self.planes, self.columns, sliced, self.cluster, int(self.shares > 1), blocks, self.tile.cut
 
     @derived
     def sizes(self) -> Sizes:

@@ -78,7 +78,7 @@ class ReducePlan(GemmPlan[ReduceProblem]):
     of_class = (
         *(name for name in GemmPlan.of_class if name != "grid"),  # which, where K is shared, goes by the tiles that there are
         *("op", "one_shot", "everywhere", "span", "owners", "chunk_shift", "area_of_tile", "flags_of_tile", "ctas_together", "columns"),
-        "taken_columns",
+        *("taken_columns", "load_unit"),
         *("ends_of_tile", "of_arguments", "of_maps"),
     )
 
@@ -219,9 +219,13 @@ class ReducePlan(GemmPlan[ReduceProblem]):
             else (0, 0)
         )
         exchanged = self.exchanged_bytes(rows, tiles) if self.shares > 1 else 0
-        stages, unit = (self.tile.stages_of(block_rows), SWAPPED_UNIT) if self.swapped else (0, WARP_ROWS)
-        unit = unit_of(self.cluster_n, unit)
-        return sizes_of((self.grid, tiles, taken, *lone, exchanged, *tail_of(rows * self.span, block_rows, unit)[1:], block_rows, stages))
+        stages, tail = self.tile.stages_of(block_rows) if self.swapped else 0, tail_of(rows * self.span, block_rows, self.load_unit)
+        return sizes_of((self.grid, tiles, taken, *lone, exchanged, *tail[1:], block_rows, stages))
+
+    @derived
+    def load_unit(self) -> int:
+        """What is loaded of a tile of A is a multiple of so many rows."""
+        return unit_of(self.cluster_n, SWAPPED_UNIT if self.swapped else WARP_ROWS)
 
     @derived
     def grid(self) -> int:

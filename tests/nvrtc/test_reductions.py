@@ -11,6 +11,7 @@ pytest.importorskip("cuda.core", reason="NVRTC is not installed: pip install 'mk
 
 from mkernel.jit import cuda
 from mkernel.planner.gemm import GemmTile
+from mkernel.planner.heights import usual_heights
 from mkernel.planner.reduce import ALLREDUCE, REDUCE_SCATTER, ReducePlan, ReduceProblem, make_plan
 from mkernel.planner.tiling import Tiling
 from mkernel.planner.topology import Topology
@@ -131,7 +132,7 @@ def test_kernel_of_swapped_operands(
     plan = make_plan(problem, 40, _SMS, specialize=specialize, tiling=Tiling(None, None, shares, clusters[0], 1, clusters[1], 2))
     assert plan.swapped
     instructions = compiled(caplog, plan.spec, packets=True)
-    kind, heights = ".BF16" if dtype == "bfloat16" else "", (*range(16, 129, 16), 160, 192)
+    kind, heights = ".BF16" if dtype == "bfloat16" else "", usual_heights(most=192, unit=8 * clusters[1])
     assert {name for name in instructions if name.startswith("HGMMA")} == {f"HGMMA.64x{height}x16.F32{kind}" for height in heights}
     assert {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"} <= instructions, "whole packets"
     assert not {name.split(".")[0] for name in instructions} & {"STL", "LDL", "STACK"}, "local memory"
