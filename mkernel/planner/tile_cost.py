@@ -51,8 +51,8 @@ _SECTOR = 32  # bytes
 # for").
 _STEP = 0.14e-6
 _SHARP = 12  # fitted: how sharply the longer one of products and loads tells what a k step takes
-_LOADED_BEYOND = 1.03  # fitted: the same where more columns are loaded than multiplied
 _SHALLOW = 1.05  # fitted: times as long with three stages as with four, of the GEMM ops
+_LOADED_BEYOND = 1.03  # fitted: how many times as long where more columns are loaded than multiplied
 
 
 class TileShape(NamedTuple):
