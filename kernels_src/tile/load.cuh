@@ -92,8 +92,7 @@ MK_DEVICE void load_b(const Op& op, char* smem_b, const abi::TensorMap* b, uint6
 
 template <class Config, class Op>
 MK_DEVICE uint32_t bytes_of_stage(const Op& op, const TileCoordinate& c) {
-  uint32_t columns = tile_width<Config>(c);
-  if (GemmShape<Config>::kCut && Config::kBRowMajor) columns = Config::kBlockN;  // whole panels
+  const uint32_t columns = GemmShape<Config>::kCut ? GemmShape<Config>::kRoom : tile_width<Config>(c);
   return (op.load_rows(c) + columns) * GemmShape<Config>::kBlockK * 2;
 }
 

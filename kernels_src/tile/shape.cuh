@@ -67,7 +67,8 @@ struct GemmShape {
   static constexpr uint32_t kStages = Config::kStages;
   static constexpr uint32_t kSliceN = kBlockN / Config::kSlices;  // columns of a slice
   // (Of wide tiles A takes more of a stage, and B what is left of it, which the highest tiles are more than: there are fewer stages then.)
-  static constexpr uint32_t kStageBytes = (64 * kConsumerWarpgroups + Config::kBlockN) * kBlockK * 2;
+  static constexpr uint32_t kRoom = Config::kBRowMajor ? Config::kBlockN : optional::kWidth<Config>;  // columns of B
+  static constexpr uint32_t kStageBytes = (64 * kConsumerWarpgroups + kRoom) * kBlockK * 2;
   static constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kStageBytes - kBytesA;
   // Where a call's tiles have at most 64 rows, A may take half as much of a stage, and there are as many stages as then fit.
   static constexpr bool kMayBeLow = optional::kLow<Config>;

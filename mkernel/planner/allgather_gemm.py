@@ -91,7 +91,7 @@ def make_plan(
         asked = _swapped(problem, of_class, asked)
         tile = GemmTile.deepest(SWAPPED_ROWS)
     elif asked.block_n is not None:
-        tile = GemmTile.deepest(asked.block_n)
+        tile = GemmTile.deepest(asked.block_n, row_major=problem.b_row_major)
         if tile.cut:
             asked = _cut(problem, asked)
     if tile is not None:

@@ -290,8 +290,8 @@ def _fitting_widths(problem: AllGatherGemmProblem, rows: int, sm_count: int) -> 
     tile_rows = math.ceil(rows / BLOCK_M)
 
     def seconds(width: int) -> float:
-        tile, waves = GemmTile.deepest(width), tile_rows * math.ceil(problem.n / width) / sm_count
-        columns = (width + tile.room) / 2 if problem.b_row_major else width
+        tile, waves = GemmTile.deepest(width, row_major=problem.b_row_major), tile_rows * math.ceil(problem.n / width) / sm_count
+        columns = (width + tile.room) / 2
         return (math.ceil(waves) if waves <= _FEW_WAVES else waves) * columns / tile.relative_speed
 
     if rows <= BLOCK_M // 2:  # one warpgroup multiplies so few

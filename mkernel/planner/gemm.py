@@ -65,12 +65,13 @@ class GemmTile:
     """A tile of ``BLOCK_M x block_n`` with ``stages`` stages of ``BLOCK_K``; 16-bit elements.
 
     ``block_n``: 64, 128, 192 or 256; of allgather_gemm in a world of one any multiple of 16 between (``kernels_src/tile/shape.cuh``).
-    ``buffers``: of 64 columns each, where results wait to be stored.
+    ``buffers``: of 64 columns each, where results wait to be stored. ``exact``: stages have room for ``block_n`` columns, no more.
     """
 
     block_n: int
     stages: int
     buffers: int = 2
+    exact: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -79,13 +80,18 @@ class GemmTile:
 
     @property
     def room(self) -> int:
-        """Columns that a stage has room for, and which are loaded of a row-major B: whole panels."""
-        return -(-self.block_n // _PANEL) * _PANEL
+        """Columns that a stage has room for, and that are loaded: whole panels, unless a transposed B has fewer."""
+        return self.block_n if self.exact else self.panels * _PANEL
+
+    @property
+    def panels(self) -> int:
+        """Of 64 columns, the last of which may have fewer."""
+        return -(-self.block_n // _PANEL)
 
     @property
     def cut(self) -> bool:
         """Whether its last panel is not a whole one."""
-        return self.room != self.block_n
+        return self.block_n % _PANEL != 0
 
     @property
     def low_stages(self) -> int:
@@ -107,16 +113,21 @@ class GemmTile:
 
     @classmethod
     @functools.cache
-    def deepest(cls, block_n: int, *, sent: bool = False) -> GemmTile:
+    def deepest(cls, block_n: int, *, sent: bool = False, row_major: bool = True) -> GemmTile:
         """With as many stages as fit, at most 8, and as many buffers as then fit, at most those of a whole tile.
 
         ``sent``: to other ranks; then there is room for a whole tile, so that no thread that multiplies waits for stores over NVLink.
+        ``row_major``: whether B is, of which whole panels are loaded.
         """
-        panels = math.ceil(block_n / _PANEL)
+        panels, room = math.ceil(block_n / _PANEL), SHARED_LIMIT - _BARRIER_BYTES
         stage, whole = (BLOCK_M + panels * _PANEL) * BLOCK_K * 2, max(2, panels)
-        room = SHARED_LIMIT - _BARRIER_BYTES
         stages = min(8, (room - (whole if sent else 2) * _RESULT_BYTES) // stage)
-        return cls(block_n, stages, min(whole, (room - stages * stage) // _RESULT_BYTES))
+        buffers, exact = min(whole, (room - stages * stage) // _RESULT_BYTES), not row_major and block_n % _PANEL != 0
+        if exact:  # more stages beside as many buffers: one buffer less costs more (docs/speed_log.md, "Widths that fit N")
+            stage = (BLOCK_M + block_n) * BLOCK_K * 2
+            stages = min(8, (room - buffers * _RESULT_BYTES) // stage)
+            buffers = min(whole, (room - stages * stage) // _RESULT_BYTES)
+        return cls(block_n, stages, buffers, exact)
 
     @classmethod
     @functools.cache
@@ -281,7 +292,7 @@ def _spec(
     # A single k step that is known makes a tile straight code, for whose wgmma ptxas may find no registers: then it serializes them.
     compiled_in = specialize - {"k"} if problem.k <= BLOCK_K else specialize
     constants = constants_of(fields, compiled_in) | {
-        "kBlockN": tile.room,
+        "kBlockN": tile.panels * _PANEL,
         **({"kWidth": tile.block_n} if tile.cut else {}),
         "kStages": tile.stages,
         "kResultBuffers": tile.buffers,

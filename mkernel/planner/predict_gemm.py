@@ -155,7 +155,7 @@ def _tile_of(plan: AllGatherGemmPlan | ReducePlan) -> TileShape:
     swapped, clusters = plan.swapped > 0, (plan.cluster, plan.cluster_n)
     alone = plan.problem.topology.size == 1  # between ranks what waits for it was fitted as if both warpgroups multiplied
     low = alone and not swapped and plan.load_rows <= BLOCK_M // 2 and (plan.may_be_low or plan.shares == 1)
-    loaded = plan.tile.room if plan.tile.cut and plan.problem.b_row_major else 0
+    loaded = plan.tile.room if plan.tile.cut else 0
     return TileShape(plan.block_rows, plan.columns, load_rows, *clusters, stages, swapped, in_turn, sharing_k, low, loaded)
 
 

@@ -12,6 +12,7 @@ import pytest
 import mkernel as mk
 from mkernel import env
 from mkernel.planner.allgather_gemm import AllGatherGemmProblem, make_plan
+from mkernel.planner.gemm import SHARED_LIMIT, GemmTile
 from mkernel.planner.reduce import REDUCE_SCATTER, ReduceProblem
 from mkernel.planner.reduce import make_plan as plan_of_sums
 from mkernel.planner.tiling import Tiling, TilingError
@@ -96,11 +97,18 @@ def test_where_there_are_no_such_tiles() -> None:
             Tiling.parse({"block_n": block_n})
 
 
-def test_a_stage_has_room_for_whole_panels() -> None:
-    for width, cluster in itertools.product(WIDTHS, (1, 2)):
-        problem = AllGatherGemmProblem(topology("1x1"), 1056, 520, "bfloat16", False)
+def test_a_stage_has_room_for_what_is_loaded() -> None:
+    """Whole panels of a row-major B; and as many stages, and buffers of results, as beside these at least."""
+    for width, cluster, row_major in itertools.product(WIDTHS, (1, 2), (True, False)):
+        problem = AllGatherGemmProblem(topology("1x1"), 1056, 520, "bfloat16", row_major)
         plan = make_plan(problem, 300, 132, tiling=Tiling(width, cluster=cluster))
         constants = dict(plan.spec.constants)
         assert (plan.columns, plan.tiles_n, plan.shares, plan.slices) == (width, -(-1056 // width), 1, 1)
         assert constants["kWidth"] == width < constants["kBlockN"] == -(-width // 64) * 64
-        assert plan.tile.stages * (128 + constants["kBlockN"]) * 128 + plan.tile.buffers * 16384 <= plan.spec.shared_bytes
+        stage = (128 + (constants["kBlockN"] if row_major else width)) * 128
+        assert (
+            plan.tile.stages * stage + plan.tile.buffers * 16384 <= plan.spec.shared_bytes <= SHARED_LIMIT < plan.spec.shared_bytes + stage
+        )
+        whole = GemmTile.deepest(constants["kBlockN"])
+        assert plan.tile.stages >= whole.stages
+        assert plan.tile.buffers >= whole.buffers
