@@ -105,7 +105,11 @@ _WHAT: dict[str, Callable[[Any, int, Any], list[str]]] = {
     _SKIPPED: of_skipped,
     "packets of late CTAs": of_late,
 }
-_KINDS = {"": Tiling(64, packets=1), ", tagged": Tiling(64, packets=2)}  # as a PreparedPlan passes them on
+_KINDS = {  # as a PreparedPlan passes them on
+    "": Tiling(64, packets=1),
+    ", tagged": Tiling(64, packets=2),
+    ", fours": Tiling(64, None, 1, 2, 1, 2),
+}
 WORKLOADS = [name + kind for name in _WHAT for kind in _KINDS]
 # In a world of one: clusters of CTAs that share K, each of which has more tiles than one, where there are two CTAs.
 IN_CLUSTERS = "a refused call before clusters that share K"

@@ -119,6 +119,14 @@ PACKETS = [
         found_as="a TMA load into it is in flight",
     ),
     Bug(
+        "of a call that fails one CTA of a row of a cluster loads no rows of A",
+        "tile/load.cuh",
+        "rows != 0 && i < stages;",
+        "rows != 0 && (GemmShape<Config>::kClusterN == 1 || Pair<Config>::column() == 0) && i < stages;",
+        workload=f"{_REFUSED}, fours",
+        found_as="deadlock",
+    ),
+    Bug(
         "the other CTA of a pair enters after the first tile only",
         "tile/schedule.cuh",
         "  bool entered = Op::kGathers;\n",

@@ -50,6 +50,7 @@ _TSAN_SMS = {
     "ring shared": 10,
     "reduce pairs": 4,
     "two shot pairs": 4,
+    **{workload: 4 for workload in packets_body.WORKLOADS if workload.endswith("fours")},
 }  # two for each tile of its second call; other workloads: one of each role, or two
 
 
