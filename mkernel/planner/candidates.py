@@ -289,15 +289,15 @@ def _fitting_widths(problem: AllGatherGemmProblem, rows: int, sm_count: int) -> 
     """
     tile_rows = math.ceil(rows / BLOCK_M)
 
-    def seconds(width: int) -> float:
+    def work(width: int) -> float:
         tile, waves = GemmTile.deepest(width, row_major=problem.b_row_major), tile_rows * math.ceil(problem.n / width) / sm_count
         columns = (width + tile.room) / 2
         return (math.ceil(waves) if waves <= _FEW_WAVES else waves) * columns / tile.relative_speed
 
     if rows <= BLOCK_M // 2:  # one warpgroup multiplies so few
         return []
-    whole = min(map(seconds, PAIRED_WIDTHS))
-    return sorted((width for width in _CUT_WIDTHS if seconds(width) < whole), key=seconds)[:_FITTING]
+    whole = min(map(work, PAIRED_WIDTHS))
+    return sorted((width for width in _CUT_WIDTHS if work(width) < whole), key=work)[:_FITTING]
 
 
 def _tiled(
