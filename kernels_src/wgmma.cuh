@@ -120,9 +120,9 @@ MK_DEVICE Descriptors descriptors(uint64_t a, uint64_t b, bool adds) {
                           " {" MK_NAMES##n "}, a, b, " adds ", 1, 1, " transposed ";\n"
 // Four instructions, of which each begins 16 columns of K further on than the one before: 32 bytes, or of A 16 rows of 128 bytes; in units of 16.
 #define MK_FOUR(N, n, type, transposed, by)                                                                                   \
-  "wgmma.fence.sync.aligned;\n" MK_INSTRUCTION(N, n, type, transposed ", 0", "0", "0", "adds")                                      \
-  MK_INSTRUCTION(N, n, type, transposed ", 0", by, "2", "yes") MK_INSTRUCTION(N, n, type, transposed ", 0", "2*" by, "2*2", "yes")        \
-  MK_INSTRUCTION(N, n, type, transposed ", 0", "3*" by, "3*2", "yes")                                                               \
+  "wgmma.fence.sync.aligned;\n" MK_INSTRUCTION(N, n, type, transposed, "0", "0", "adds")                                      \
+  MK_INSTRUCTION(N, n, type, transposed, by, "2", "yes") MK_INSTRUCTION(N, n, type, transposed, "2*" by, "2*2", "yes")        \
+  MK_INSTRUCTION(N, n, type, transposed, "3*" by, "3*2", "yes")                                                               \
   "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;\n"
 
 template <uint32_t N> struct Instruction;
@@ -147,10 +147,10 @@ template <uint32_t N> struct Step;
   template <> struct Step<N> {                                                                                             \
     template <bool Half, bool MnA, uint32_t Count>                                                                         \
     MK_DEVICE static void multiply(float (&d)[Count], Descriptors of) {                                                    \
-      if constexpr (!Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "0", "2"));                                    \
-      if constexpr (!Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "1", "128"));                                   \
-      if constexpr (Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "0", "2"));                                      \
-      if constexpr (Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1", "128"));                                     \
+      if constexpr (!Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "0, 0", "2"));                                 \
+      if constexpr (!Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "bf16", "1, 0", "128"));                                \
+      if constexpr (Half && !MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "0, 0", "2"));                                   \
+      if constexpr (Half && MnA) MK_STATEMENT(n, 0, MK_FOUR(N, n, "f16", "1, 0", "128"));                                  \
     }                                                                                                                      \
   };
 MK_STEP(16, 2) MK_STEP(32, 4) MK_STEP(48, 6) MK_STEP(64, 8) MK_STEP(72, 9) MK_STEP(80, 10) MK_STEP(88, 11) MK_STEP(96, 12) MK_STEP(104, 13)

@@ -50,13 +50,6 @@ MK_DEVICE TilePart first_item(const Call& call, const Op& op) {
   return TilePart{op.parts(c) == 0 || (op.waits(c, 0) && !Op::kGathers) ? kStop : tile * Op::kParts, c};
 }
 
-// The first of a tile's rows of A that this CTA loads: a cluster's row of CTAs has them in parts.
-template <class Config>
-MK_DEVICE uint32_t first_loaded(uint32_t rows) {
-  if constexpr (GemmShape<Config>::kClusterN > 1) return Pair<Config>::first_row(rows);
-  return 0;
-}
-
 // Of one stage of a tile: the rows of A that this CTA loads, from `row` on, of the k step that begins at `k`.
 template <class Config>
 MK_DEVICE void load_a(char* smem_a, const abi::TensorMap* a, uint64_t* filled, int32_t k, int32_t row, int32_t plane) {
@@ -82,7 +75,7 @@ MK_DEVICE void load_b(const Op& op, char* smem_b, const abi::TensorMap* b, uint6
     }
   } else if constexpr (Config::kBRowMajor) {  // panels of 64 columns x kBlockK rows
 #pragma unroll
-    for (uint32_t p = 0; p < (Shape::kColumns + kPanel - 1) / kPanel; ++p) {
+    for (uint32_t p = 0; p < Shape::kPanelsOfB; ++p) {
       if (p * kPanel < width) ptx::tma_load_3d(smem_b + p * Shape::kPanelBytes, b, filled, column + p * kPanel, k, b_plane);
     }
   } else {
@@ -118,7 +111,7 @@ template <class Config, class Op>
 MK_DEVICE void fill_ahead(const Op& op, GemmStorage<Config>& storage, const TileCoordinate& c, uint32_t stages) {
   const StageRing<Config> ring(op);
   StagePosition<Config> stage, filled;
-  const uint32_t rows = op.load_rows(c), from = first_loaded<Config>(rows);
+  const uint32_t rows = op.load_rows(c), from = Pair<Config>::first_row(rows);
 #pragma unroll 1
   for (uint32_t i = 0; rows != 0 && i < stages; ++i, stage.advance(ring.count())) {
     load_a<Config>(ring.rows(storage, stage.index) + from * kSwizzleBytes, op.a_map(c), &storage.stages.filled[stage.index], op.a_k(c, 0),
@@ -155,7 +148,7 @@ MK_DEVICE void load_tiles(const Op& op, GemmStorage<Config>& storage, const Tile
     const TileCoordinate c = known_place<Config, Op>(item);
     if (op.waits(c, part)) ptx::fence_proxy_async();  // what the scheduler acquired becomes visible to the TMA loads below
     const abi::TensorMap *a = op.a_map(c), *b = op.b_map(c);
-    const uint32_t rows = op.load_rows(c), from = first_loaded<Config>(rows);
+    const uint32_t rows = op.load_rows(c), from = Pair<Config>::first_row(rows);
     const int32_t a_row = op.a_row(c) + from, a_plane = op.a_plane(c, part), b_plane = op.b_plane(c), column = first_column<Config>(c);
     const uint32_t width = tile_width<Config>(c), bytes = bytes_of_stage<Config>(op, c);
     const bool loads_a = !Op::kTakes && (Shape::kClusterM == 1 || rows != 0);

@@ -103,7 +103,10 @@ struct Pair {
 
   // Of the rows of A that a stage has, each CTA of a row loads a part, by TMA to all of the row: a multiple of 8, after which the swizzle repeats. This
   // is where its own begins.
-  MK_DEVICE static uint32_t first_row(uint32_t rows) { return column() * (rows / Shape::kClusterN); }
+  MK_DEVICE static uint32_t first_row(uint32_t rows) {
+    if constexpr (Shape::kClusterN > 1) return column() * (rows / Shape::kClusterN);
+    return 0;
+  }
 
   // The loading thread: its part of a stage of B, for all CTAs of its column. Of a row-major B that is a part of the k rows of each panel, else of
   // the columns: either way a multiple of 8 rows of shared memory, after which the swizzle repeats.
@@ -113,7 +116,7 @@ struct Pair {
     const uint32_t part = row(), ctas = of_column();
     if constexpr (Config::kBRowMajor) {
 #pragma unroll
-      for (uint32_t p = 0; p < (Shape::kColumns + kPanel - 1) / kPanel; ++p) {
+      for (uint32_t p = 0; p < Shape::kPanelsOfB; ++p) {
         if (Shape::kMayBeNarrow && p * kPanel >= width) break;
         ptx::tma_load_3d_multicast(smem + p * Shape::kPanelBytes + part * (Shape::kPanelBytes / kParts), map, filled, ctas, at + p * kPanel,
                                    k + part * (Shape::kBlockK / kParts), plane);

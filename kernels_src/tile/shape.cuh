@@ -52,7 +52,7 @@ static_assert(sizeof(TilePart) == 32, "two loads");
 // Or the warpgroups have tiles of 128 columns in turn (Config::kAlternates): while one writes a result the other multiplies, as long as there are tiles.
 //
 // With operands as they are a tile may have fewer columns than Config::kBlockN, a multiple of 16 that fits N (Config::kWidth), so that its last panel is
-// not a whole one (kCut). Stages have room for whole ones, which are loaded of a row-major B.
+// not a whole one (kCut). Of a row-major B whole ones are loaded, and stages have room for them.
 template <class Config>
 struct GemmShape {
   static constexpr bool kSwapped = optional::kSwapped<Config>;
@@ -90,6 +90,7 @@ struct GemmShape {
   static constexpr uint32_t kResultN = kGated ? kBlockN / 2 : kColumns;  // columns of a result
   // Of a result, of a warpgroup at most; of wide tiles of each of its blocks.
   static constexpr uint32_t kPanels = ((kSwapped ? kBlockN / (kSplitsRows ? kConsumerWarpgroups : 1) : kResultN) + kPanel - 1) / kPanel;
+  static constexpr uint32_t kPanelsOfB = (kColumns + kPanel - 1) / kPanel;
   // A panel of B (64 columns), and a consumer warpgroup's half of B, of which gated tiles need whole pairs of panels.
   static constexpr uint32_t kPanelBytes = kPanel * kBlockK * 2, kHalfN = kBlockN / 2;
   static constexpr bool kHasHalves = Config::kSlices == 1 && kHalfN % ((kGated ? 2 : 1) * kPanel) == 0;

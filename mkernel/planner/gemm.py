@@ -85,7 +85,7 @@ class GemmTile:
 
     @property
     def panels(self) -> int:
-        """Of 64 columns, the last of which may have fewer."""
+        """How many panels of 64 columns: the last one may have fewer."""
         return -(-self.block_n // _PANEL)
 
     @property

@@ -30,6 +30,7 @@ from mkernel.planner.topology import Topology
 from mkernel.runtime import clock
 from mkernel.runtime.fabric import spec_of
 from tests.nvrtc.scoreboards import waiting_loads
+from tests.ops.test_widths import WIDTHS
 
 _REGISTERS = 168  # 65536 of an SM / 384 threads, rounded down to a multiple of 8
 # A compilation may take so many times as long as Python takes to compile the source below: neighbours who share the core slow down both.
@@ -205,7 +206,7 @@ def test_allgather_gemm_whose_ctas_share_k(
 
 
 @pytest.mark.cases(
-    width=tuple(width for width in range(80, 256, 16) if width % 64),
+    width=WIDTHS,
     cluster=CLUSTERS,
     row_major=(True, False),
     dtype=("bfloat16", "float16"),

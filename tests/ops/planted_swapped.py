@@ -44,7 +44,7 @@ SWAPPED = [
     Bug(
         "the last panel of B is not loaded",
         "tile/pair.cuh",
-        "p < (Shape::kColumns + kPanel - 1) / kPanel; ++p",
+        "p < Shape::kPanelsOfB; ++p",
         "p < Shape::kColumns / kPanel; ++p",
         workload="cut panels",
         world="1x1",

@@ -113,7 +113,7 @@ def test_calls_take_less_than_by_the_usual_heights(
         return seconds_of(choice.choose(problem, rows, 132, H200, "n,k"))
 
     fine = logarithms()
-    monkeypatch.setattr(candidates, "every_height", lambda *kind: usual_heights(*kind))
+    monkeypatch.setattr(candidates, "every_height", usual_heights)
     monkeypatch.setattr(heights, "_MOST", 1 << 20)
     monkeypatch.setattr(heights, "_MOST_OF_KERNEL", 1 << 20)
     assert np.mean(fine) < np.mean(logarithms())
